@@ -27,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,7 @@ from distca_hf.arrays import IntArray, as_int_array, offsets
 from distca_hf.batches.agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.placed import GivenPlans
-from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading
+from distca_hf.batches.read_documents import DocumentReader, PaddedRows, ReadDocuments, Reading
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.config import DistCAConfig
@@ -211,7 +212,8 @@ class GivenPlanner:
             filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
             where = f"micro-batch {number}, document lengths"
             gather = self._transport.gather(filled_up, where)
-            prepare = partial(self._prepare_gathered, gather, shown, where, device.type == "cuda", extra_ranks)
+            pin = device.type == "cuda"
+            prepare = partial(self._prepare_gathered, gather, shown, where, read.padded, pin, extra_ranks)
         spent_seconds = time.perf_counter() - began
         plan = partial(self._plan_incoming, prepare, number, trains, device, extra_ranks, shown, spent_seconds)
         later = PlannedLater(longest_tokens, plan)
@@ -225,13 +227,21 @@ class GivenPlanner:
         )
 
     def _prepare_gathered(
-        self, gather: Gather, shown: ShownNumbers, where: str, pin: bool, extra_ranks: ExtraRanks | None
+        self,
+        gather: Gather,
+        shown: ShownNumbers,
+        where: str,
+        padded: PaddedRows | None,
+        pin: bool,
+        extra_ranks: ExtraRanks | None,
     ) -> HostPlan:
         """Waits for the lengths of all ranks, filled up with zeros, then plans and routes their batches."""
         counted = zip(gather.wait(), shown.num_documents, strict=True)
-        return self._prepare([as_int_array(row[:count], where) for row, count in counted], pin, extra_ranks)
+        return self._prepare([as_int_array(row[:count], where) for row, count in counted], padded, pin, extra_ranks)
 
-    def _prepare(self, lengths: Sequence[IntArray], pin: bool, extra_ranks: ExtraRanks | None) -> HostPlan:
+    def _prepare(
+        self, lengths: Sequence[IntArray], padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
+    ) -> HostPlan:
         """Plans and routes batches on the host, from the document lengths of each rank; safe in a thread."""
         home, plans = Layout.from_packs(lengths), self._plans
         layout = plans.layout(home)
@@ -243,8 +253,11 @@ class GivenPlanner:
         routed = RoutedKinds.of(plan, rank, num_chunks, plans.layer_masks, home.rank_work_of, num_extra)
         routed = routed._replace(facts=routed.facts.with_tokens(home, layout))
         kinds = PinnedKinds.prepare(routed, pin, self._halo_tokens)
-        moves = PinnedRowMoves.prepare(RowMoves.of(home, layout, rank), pin) if plans.places_rows else None
-        return HostPlan(plan, num_chunks, kinds, moves)
+        if not plans.places_rows:
+            return HostPlan(plan, num_chunks, kinds, None)
+        places = () if padded is None else (padded.token_places.numpy(), prod(padded.shape))
+        moves = RowMoves.of(home, layout, rank, *places)
+        return HostPlan(plan, num_chunks, kinds, PinnedRowMoves.prepare(moves, pin))
 
     def _plan_incoming(
         self,
@@ -260,20 +273,20 @@ class GivenPlanner:
         began = time.perf_counter()
         plan, num_chunks, kinds, moves = prepare()
         self.latest_moves = None if moves is None else moves.moves
+        facts = kinds.facts
         if shown.returning is not Returning.STATES:  # head and loss run on placed rows
-            kinds = replace(kinds, facts=replace(kinds.facts, head_tokens=kinds.facts.tokens))
-        self.history.append(kinds.facts)
+            facts = replace(facts, head_tokens=facts.tokens)
+        self.history.append(facts)
         if trains:
-            self._uncounted.append(kinds.facts)
+            self._uncounted.append(facts)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += spent_seconds + time.perf_counter() - began
         posted = None
         if self._posting is not None and trains:
             posted = self._posting.post(None if extra_ranks is None else plan, number, num_chunks)
+        on_device = None if moves is None else moves.to(device)
         planned = kinds.planned(device, plan.fingerprint, posted)
-        if moves is None:
-            return planned
-        return planned._replace(moves=moves.to(device), batch_forms=shown.forms)
+        return planned._replace(facts=facts, moves=on_device, batch_forms=shown.forms)
 
 
 class _Gathering(NamedTuple):
@@ -288,11 +301,13 @@ class StepAhead:
     """Plans micro-batches that are known before their pass.
 
     Args:
-        prepare: plans a micro-batch; called in a thread with the document lengths of each rank, and whether to pin
-            memory.
+        prepare: plans a micro-batch; called in a thread with the document lengths of each rank, the rows of this
+            rank's batch if they are padded, and whether to pin memory.
     """
 
-    def __init__(self, transport: Transport, prepare: Callable[[Sequence[IntArray], bool], HostPlan]) -> None:
+    def __init__(
+        self, transport: Transport, prepare: Callable[[Sequence[IntArray], PaddedRows | None, bool], HostPlan]
+    ) -> None:
         self._transport, self._prepare = transport, prepare
         self._readings: Sequence[Reading | None] = ()
         self._documents: list[ReadDocuments] = []
@@ -325,9 +340,6 @@ class StepAhead:
         documents = [None if reading is None else reading.documents for reading in self._readings]
         read = [one for one in documents if one is not None and one.lengths is not None]
         self._documents, self._readings = read if len(read) == len(documents) else [], ()
-        for one in self._documents if self._pins_on is not None else ():
-            if one.padded is not None:
-                one.padded.pin()
         return {FOLLOWING: len(self._documents), DOCUMENTS: sum(map(len, _lengths(self._documents)))}
 
     def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
@@ -360,7 +372,8 @@ class StepAhead:
         thread = ThreadPoolExecutor(1, "distca-ahead", initializer=enter)
         for read, lengths in zip(documents, zip(*of_ranks, strict=True), strict=True):
             self._last_number += 1
-            self._planned[read] = self._last_number, thread.submit(self._prepare, lengths, device is not None)
+            planned = thread.submit(self._prepare, lengths, read.padded, device is not None)
+            self._planned[read] = self._last_number, planned
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
     def take(self, read: ReadDocuments) -> tuple[int, Future[HostPlan] | None]:

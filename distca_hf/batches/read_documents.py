@@ -77,17 +77,6 @@ class PaddedRows:
         """Picks the values of tokens, `[1, T, ...]`, from values of all places, `[B, L, ...]`."""
         return values.flatten(0, 1)[self.token_places][None]
 
-    def pin(self) -> None:
-        """Moves `token_places` to memory that a GPU copies from while the host goes on; once."""
-        if not self.token_places.is_pinned():
-            self.token_places = self.token_places.pin_memory()
-
-    def places_on(self, device: torch.device) -> torch.Tensor:
-        """Returns `token_places` on a device; the host does not wait."""
-        if device.type == "cuda":
-            self.pin()
-        return self.token_places.to(device, non_blocking=True)
-
 
 def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None:
     """Returns the rows of a padded batch; waits for the device.

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -137,10 +138,11 @@ class TorchTransport:
             self._whereabouts.note_gather()
         self._gathered = where, self.traffic.exchanges
         # An all-to-all of equal rows: gloo sends them all at once, and an all-gather's from rank to rank.
-        mine = torch.tensor(values, dtype=torch.int64, device="cpu").expand(len(self.grid.members(scope)), -1)
-        theirs = torch.empty(mine.shape, dtype=mine.dtype, device="cpu")
+        mine = np.empty((len(self.grid.members(scope)), len(values)), dtype=np.int64)  # quicker than torch
+        mine[:] = values
+        theirs = torch.from_numpy(np.empty_like(mine))
         try:
-            work = self._gather[scope](theirs, mine.contiguous(), [], [])
+            work = self._gather[scope](theirs, torch.from_numpy(mine), [], [])
         except RuntimeError as error:
             raise self.failure(error, where, scope=scope) from error
         self._note(work)

@@ -3,7 +3,8 @@
     home rows      | d0 d0 d0 d0 d0 d0 | d1 |      rank 0       | d2 | d3 |      rank 1       as batches hold them
     placed rows    | d0[0:4] | d2 |                rank 0       | d1 | d3 | d0[4:6] |         as layers compute them
 
-Both layouts hold the same documents. After the layers the same rows go the other way.
+Both layouts hold the same documents. After the layers the same rows go the other way. In a padded batch home rows have
+padding between them: what is sent, and where results go, is told by places that count the padding.
 """
 
 from dataclasses import dataclass
@@ -20,30 +21,34 @@ class RowMoves:
     """The moves of one rank. All arrays are int64.
 
     Attributes:
-        sent: `[rows]` home rows that it sends, those that it keeps among them, by destination.
+        sent: `[rows]` places of the home rows that it sends, those that it keeps among them, by destination.
         sent_counts: `[ranks]` how many of them go to each rank.
         received: `[rows]` placed rows of those that it gets, in the order in which they arrive, by source.
         received_counts: `[ranks]` how many of them come from each rank.
-        positions: `[home rows]` position of each row in its document.
+        positions: `[places]` position of each row in its document, 0 in padding; one place for a rank without rows.
         num_placed: rows that its layers compute, padding included.
         crosses: whether any rank gets a row of another one.
+        is_padded: whether its batch has padding.
     """
 
     sent: IntArray
-    sent_counts: IntArray
+    sent_counts: list[int]
     received: IntArray
-    received_counts: IntArray
+    received_counts: list[int]
     positions: IntArray
     num_placed: int
     crosses: bool
+    is_padded: bool
 
     @classmethod
-    def of(cls, home: Layout, placed: Layout, rank: int) -> Self:
+    def of(cls, home: Layout, placed: Layout, rank: int, places: IntArray | None = None, num_places: int = 1) -> Self:
         """Returns the moves of a rank.
 
         Args:
             home: whole documents, in the order of the batches.
             placed: the same documents where layers compute them.
+            places: `[home rows]` where they are among the places of a padded batch; None if they fill the batch.
+            num_places: places of a padded batch.
         """
         tokens, target = placed.segment_tokens, placed.segment_rank
         source = home.segment_rank[placed.segment_document]
@@ -53,12 +58,16 @@ class RowMoves:
         comes = np.flatnonzero(target == rank)
         comes = comes[np.argsort(source[comes], kind="stable")]
         held = home.segment_tokens[home.segments_of(rank)]
+        counted, sent = ranges(np.zeros_like(held), held), ranges(home_row[leaves], tokens[leaves])
+        positions = np.zeros(max(num_places, len(counted)), dtype=np.int64)
+        positions[slice(len(counted)) if places is None else places] = counted
         return cls(
-            sent=ranges(home_row[leaves], tokens[leaves]),
-            sent_counts=sum_by(target[leaves], tokens[leaves], home.num_ranks),
+            sent=sent if places is None else places[sent],
+            sent_counts=sum_by(target[leaves], tokens[leaves], home.num_ranks).tolist(),
             received=ranges(placed.segment_row[comes], tokens[comes]),
-            received_counts=sum_by(source[comes], tokens[comes], home.num_ranks),
-            positions=ranges(np.zeros_like(held), held),
+            received_counts=sum_by(source[comes], tokens[comes], home.num_ranks).tolist(),
+            positions=positions,
             num_placed=int(placed.rank_rows[rank]),
             crosses=bool(np.any(source != target)),
+            is_padded=places is not None,
         )

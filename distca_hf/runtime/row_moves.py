@@ -47,9 +47,7 @@ class PinnedRowMoves:
         """Returns the moves with their indices on the device; the host does not wait."""
         moves = self.moves
         lengths = [len(part) for part in (moves.sent, moves.received, moves.positions)]
-        sent, received, positions = self.indices.to(device, non_blocking=True).split(lengths)
-        counts = moves.sent_counts.tolist(), moves.received_counts.tolist()
-        return DeviceRowMoves(moves, sent, received, positions, *counts)
+        return DeviceRowMoves(moves, *self.indices.to(device, non_blocking=True).split_with_sizes(lengths))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +62,6 @@ class DeviceRowMoves:
     sent: torch.Tensor
     received: torch.Tensor
     positions: torch.Tensor
-    sent_counts: list[int]
-    received_counts: list[int]
 
 
 class PassRows:
@@ -74,24 +70,24 @@ class PassRows:
     Args:
         moves: of this rank.
         transport: among the ranks that hold rows.
-        places: `[home rows]` places of the rows in the batch, padding included; None if they fill it.
         shape: of the batch, `(B, L)`.
         where: names the pass in messages.
         before_backward: agrees with all ranks that they differentiate this pass.
+
+    Attributes:
+        num_placed, num_tokens: rows that this rank's layers compute, and how many of them are tokens: the first ones.
     """
 
     def __init__(
         self,
         moves: DeviceRowMoves,
         transport: Transport,
-        places: torch.Tensor | None,
         shape: tuple[int, int],
         where: str,
         before_backward: Callable[[], None],
     ) -> None:
-        self.num_placed, self.shape = moves.on_host.num_placed, shape
+        self.num_placed, self.num_tokens, self.shape = moves.on_host.num_placed, len(moves.on_host.received), shape
         self._moves, self._transport, self._where = moves, transport, where
-        self._sent_places = moves.sent if places is None else places.index_select(0, moves.sent)
         self.before_backward = before_backward if moves.on_host.crosses else lambda: None
 
     def move_in(self, values: Sequence[torch.Tensor], differentiate: bool) -> list[torch.Tensor]:
@@ -100,7 +96,9 @@ class PassRows:
         Args:
             differentiate: whether some rank needs gradients of its values; the same on all ranks.
         """
-        anchor = values[0].new_zeros((), dtype=torch.float32).requires_grad_() if differentiate else None
+        if not (differentiate or any(value.requires_grad for value in values)):
+            return self.exchange(values, True, "forward", self.shapes_in(values))
+        anchor = values[0].new_zeros((), dtype=torch.float32).requires_grad_()
         return list(_Move.apply(self, True, anchor, *values))
 
     def move_home(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -108,16 +106,20 @@ class PassRows:
         padding. A collective call."""
         return list(_Move.apply(self, False, None, *values))
 
+    def shapes_in(self, values: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+        """Returns the shapes of values that have moved in."""
+        return [(self.num_placed, *value.shape[1:]) for value in values]
+
     def exchange(
         self, values: Sequence[torch.Tensor], goes_in: bool, phase: str, shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Moves `[rows, ...]` of all values in one exchange, to results of these shapes."""
-        moves = self._moves
-        taken, put, counts = self._sent_places, moves.received, (moves.sent_counts, moves.received_counts)
+        taken, put, on_host = self._moves.sent, self._moves.received, self._moves.on_host
+        counts = on_host.sent_counts, on_host.received_counts
         if not goes_in:
             taken, put, counts = put, taken, counts[::-1]
         rows = [value.index_select(0, taken) for value in values]
-        if moves.on_host.crosses:
+        if on_host.crosses:
             is_whole = len(rows) == 1 and self._transport.grid.shape[2] == 1
             joined = (
                 rows[0]
@@ -174,7 +176,7 @@ class _Move(torch.autograd.Function):
         ctx.are_float = [value.is_floating_point() for value in values]
         ctx.shapes = [value.shape for value in values]
         if goes_in:
-            shapes = [(rows.num_placed, *value.shape[1:]) for value in values]
+            shapes = rows.shapes_in(values)
         else:
             batch_size, length = rows.shape
             leads = [(batch_size, length) if value.ndim == 3 else (batch_size * length,) for value in values]

@@ -84,7 +84,7 @@ def _move_rows(transport: Transport) -> int:
     home = Layout.from_packs([np.array([6]), np.array([], dtype=np.int64)])
     moves = RowMoves.of(home, place_given(home, Topology(2, 2)), transport.rank)
     held, before = [6, 0][transport.rank], transport.traffic.bytes_sent
-    rows = PassRows(PinnedRowMoves.prepare(moves, pin=False).to(CPU), transport, None, (1, held), "here", lambda: None)
+    rows = PassRows(PinnedRowMoves.prepare(moves, pin=False).to(CPU), transport, (1, held), "here", lambda: None)
     ids, states = torch.arange(held), torch.randn(held, 16, generator=torch.Generator().manual_seed(0))
     placed_ids, *_, placed_states = rows.move_in([ids, ids, states.requires_grad_()], differentiate=True)
     assert len(placed_ids) == 3

@@ -48,8 +48,9 @@ REPLACED_BY_PLAN = frozenset(
 DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"
 # Entries of a batch that are not moved as they are.
 APART = REPLACED_BY_PLAN | {"position_ids", DEEP, DEEP_MASK}
-# Columns that only travel: features of images for all tokens, and the length of the row that a token comes from.
-DENSE_DEEP, ROW_TOKENS = "distca_deepstack", "distca_row_tokens"
+# Columns that only travel: features of images for all tokens, the length of the row that a token comes from, and all
+# whole numbers of a token.
+DENSE_DEEP, ROW_TOKENS, NUMBERS = "distca_deepstack", "distca_row_tokens", "distca_numbers"
 # Numbers that ranks show each other, by their names in messages.
 POSITIONS, IMAGE_LAYERS = "numbers per position", "layers that get features of images"
 # Forms of batches whose columns are remembered. Few occur; each costs one more agreement when it is new.
@@ -69,13 +70,18 @@ class Columns(NamedTuple):
     position_rows: int
     deep_layers: int
     differentiate: bool
-    described: Mapping[str, str]
+    described: Mapping[str, tuple[torch.dtype, torch.Size]]
 
     @property
     def facts(self) -> dict[str, object]:
         """All of it by name, for messages."""
         numbers = {POSITIONS: self.position_rows, IMAGE_LAYERS: self.deep_layers}
-        return numbers | {"gradients are needed": self.differentiate, **self.described}
+        return numbers | {"gradients are needed": self.differentiate, **self.in_words}
+
+    @property
+    def in_words(self) -> dict[str, str]:
+        """Dtype and width of each column, as text."""
+        return {name: f"{dtype} {[*shape]}" for name, (dtype, shape) in self.described.items()}
 
 
 class DecoderBorders:
@@ -106,7 +112,6 @@ class DecoderBorders:
             self._counts = "tempers queries by position" if tempers else ""
         self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
-        self._token_places: torch.Tensor | None = None
         self._is_open = False
         self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
@@ -124,7 +129,7 @@ class DecoderBorders:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, padded: PaddedRows | None, device: torch.device) -> None:
+    def begin(self, padded: PaddedRows | None) -> None:
         """Opens the borders for a pass on a given batch.
 
         Args:
@@ -133,20 +138,17 @@ class DecoderBorders:
         Raises:
             UnsupportedAttentionError: rows begin with padding, and the model's positions would count it.
         """
-        self._is_open, self._token_places = True, None
-        if padded is None:
-            return
-        if self._counts and padded.is_left_padded and not padded.has_own_positions:
+        self._is_open = True
+        if padded is not None and self._counts and padded.is_left_padded and not padded.has_own_positions:
             raise UnsupportedAttentionError(
                 f"{self._class_name} {self._counts}, and rows are padded on the left: Transformers would count their "
                 "padding, too. Pad on the right (tokenizer.padding_side), or give position_ids "
                 "that begin at 0 in every row"
             )
-        self._token_places = padded.places_on(device)
 
     def end(self) -> None:
         """Closes the borders: a pass has ended, or its batch stays as it is."""
-        self._is_open, self._token_places, self._rows = False, None, None
+        self._is_open, self._rows = False, None
 
     def take_rows(self) -> PassRows | None:
         """Closes the borders, and returns the rows that moved in at the root; None if they stayed."""
@@ -175,14 +177,13 @@ class DecoderBorders:
             PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_columns_of`.
         """
         moves, given = plan.planned.moves, {**batch}
-        if moves is None or (self._token_places is None and not moves.on_host.crosses):
+        if moves is None or not (moves.on_host.is_padded or moves.on_host.crosses):
             return None
         tokens = tokens_of(given)
         batch_size, length = tokens.shape
         rows = PassRows(
             moves,
             among_trainers(plan.transport),
-            self._token_places,
             (batch_size, length),
             f"micro-batch {plan.micro_batch}",
             plan.forward_pass.begin_backward_of_rows,
@@ -198,16 +199,19 @@ class DecoderBorders:
         if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
         columns = self._columns_of(plan, moving, positions, given, crosses=moves.on_host.crosses)
-        moving["position_ids"] = positions.expand(columns.position_rows, -1).T
+        # Positions and other whole numbers are side by side, so that one index picks all numbers of a row.
+        numbers = {name: moving.pop(name) for name in [*moving] if _is_whole_number(moving[name])}
+        moving[NUMBERS] = torch.stack([*positions.expand(columns.position_rows, -1), *numbers.values()], dim=1)
         if columns.deep_layers:
             moving[DENSE_DEEP] = _dense_deep(given, columns.deep_layers)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
         for name in (name for name in given if name in REPLACED_BY_PLAN):
             given[name] = None
-        if (row_tokens := placed.pop(ROW_TOKENS, None)) is not None:
-            self._counted.place(row_tokens)
-        at = placed.pop("position_ids").T
-        given["position_ids"] = at[:1] if len(at) == 1 else at[:, None].contiguous()
+        at, *others = placed.pop(NUMBERS).T.contiguous().split_with_sizes([columns.position_rows, *[1] * len(numbers)])
+        given["position_ids"] = at if len(at) == 1 else at[:, None]
+        given |= zip(numbers, others, strict=True)
+        if (row_tokens := given.pop(ROW_TOKENS, None)) is not None:
+            self._counted.place(row_tokens[0])
         if columns.deep_layers:
             given[DEEP] = list(placed.pop(DENSE_DEEP).unbind(1))
             given[DEEP_MASK] = torch.ones(1, rows.num_placed, dtype=torch.bool, device=tokens.device)
@@ -223,19 +227,12 @@ class DecoderBorders:
         return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
 
     def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns `[position rows, places]` of a batch, int64 on all ranks: its own, or counted in its documents.
-
-        Args:
-            counted: `[home rows]`.
-        """
+        """Returns `[position rows, places]` of a batch, int64 on all ranks: its own, or counted in its documents."""
         positions = given.get("position_ids")
-        if positions is not None:  # [B, L] or [1, L], or several of these
-            return positions.expand(*positions.shape[:-2], *tokens.shape).reshape(-1, tokens.numel()).to(torch.int64)
-        found = tokens.new_zeros(tokens.numel(), dtype=torch.int64)
-        if self._token_places is not None:
-            return found.index_copy_(0, self._token_places, counted)[None]
-        found[: len(counted)] = counted
-        return found[None]
+        if positions is None:
+            return counted[None]
+        # [B, L] or [1, L], or several of these
+        return positions.expand(*positions.shape[:-2], *tokens.shape).reshape(-1, tokens.numel()).to(torch.int64)
 
     def _columns_of(
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
@@ -246,7 +243,7 @@ class DecoderBorders:
         Raises:
             PlanError: this rank's columns are not those that ranks agreed on for batches of this form.
         """
-        described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
+        described = {name: (value.dtype, value.shape[1:]) for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
         now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)
         known = self._columns.get(plan.planned.batch_forms) if crosses else now
@@ -311,7 +308,7 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
         for name, value in given.items()
         if isinstance(value, bool | str) or (name.startswith("output_") and value is not None)
     }
-    of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.described, **flags}.items())}
+    of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.in_words, **flags}.items())}
     numbers = {POSITIONS: now.position_rows, IMAGE_LAYERS: now.deep_layers, "differentiate": int(now.differentiate)}
     facts = {**(plan.forward_pass.facts or {}), **of_inputs}
     agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
@@ -324,8 +321,13 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
                 f"{name} is {shown}. {REMEDIES[Occasion.MOVE]}"
             )
     return Columns(
-        max(shown_by[POSITIONS]), max(shown_by[IMAGE_LAYERS]), any(shown_by["differentiate"]), dict(now.described)
+        max(shown_by[POSITIONS]), max(shown_by[IMAGE_LAYERS]), any(shown_by["differentiate"]), now.described
     )
+
+
+def _is_whole_number(value: torch.Tensor) -> bool:
+    """Returns whether a column has one int64 per token."""
+    return value.dtype == torch.int64 and value.ndim == 1
 
 
 def _dense_deep(given: Batch, layers: int) -> torch.Tensor:

@@ -318,7 +318,7 @@ class ForwardWatch:
             )
         reading = reading_of(batch)
         read = (reading and reading.documents) or self.reader.read(batch)
-        self._borders.begin(read.padded, tokens_of(batch).device)
+        self._borders.begin(read.padded)
         return read
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:

@@ -51,8 +51,6 @@ KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch"
 FUSED_HEADS = "liger_kernel."
 # The same with a flag: then a pass returns numbers of single tokens.
 TOKEN_HEADS, TOKEN_FLAG = "trl.trainer.utils", "fused_lm_head"
-# Shifted labels while they move, minus the ignored label: the zeros of rows without a token then mean that label.
-SHIFTED = "distca_shift_labels"
 
 
 class PlacedLoss:
@@ -116,7 +114,7 @@ class PlacedLoss:
             return f"{type(self._model).__name__} may put features of images among the tokens"
         if getattr(self._model.config, "output_router_logits", False):
             return "the model adds a loss of its routers (output_router_logits)"
-        for part in (self._root, self._model, self._model.get_output_embeddings()):
+        for part in dict.fromkeys((self._root, self._model, self._model.get_output_embeddings())):
             hooks = [] if part is None else [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
             for hook in hooks:
                 function = getattr(hook, "func", hook)  # of a partial
@@ -186,24 +184,26 @@ class PlacedLoss:
                 log.debug("this rank: %s", reason or "needs no hidden states")  # only rank 0 writes information
 
     def shift(self, batch: Batch) -> torch.Tensor:
-        """Returns labels of a batch, shifted in its rows as the model's loss would shift them, so that 0 is ignored.
-        `place` finds them again."""
+        """Returns labels of a batch, shifted in its rows as the model's loss would shift them. `place` finds them
+        again."""
         labels, shifted = batch["labels"], batch.get("shift_labels")
         if self._shifted is None or self._shifted[0] is not labels:
             at = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
-            self._shifted = labels, at - IGNORED_LABEL
+            self._shifted = labels, at
         return self._shifted[1]
 
     def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:
         """Returns placed rows of a batch with their labels; the batch itself if its rows stay. A collective call."""
-        moving = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
-        placed = borders.move_in(plan, {**moving, SHIFTED: self.shift(batch)})
+        moving = {name: value for name, value in batch.items() if name != "labels"}
+        placed = borders.move_in(plan, {**moving, "shift_labels": self.shift(batch)})
         self._rows, self._shifted = borders.take_rows(), None
-        if placed is None:
+        if placed is None or self._rows is None:
             return batch
         self._label_count, self._shifts = batch.get("num_items_in_batch"), batch.get("shift_labels") is None
-        labels = placed.pop(SHIFTED) + IGNORED_LABEL
-        return {**placed, "labels": labels, "shift_labels": labels}
+        labels = placed["shift_labels"]
+        if self._rows.num_tokens < self._rows.num_placed:
+            labels[:, self._rows.num_tokens :] = IGNORED_LABEL
+        return {**placed, "labels": labels}
 
     def end(self, output: Any) -> Any:
         """Ends a pass; returns its output, with values of this rank's own tokens. If only the loss returns, all

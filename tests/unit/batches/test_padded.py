@@ -68,11 +68,11 @@ def test_a_table_of_positions_does_not_count_padding_on_the_left() -> None:
     borders = DecoderBorders(model, True, CountedRows(model), lambda plan: None)
 
     with pytest.raises(UnsupportedAttentionError, match=r"GPT2LMHeadModel looks positions up in a table, and rows"):
-        borders.begin(padded_rows_of(batch_of(LEFT)), CPU)
+        borders.begin(padded_rows_of(batch_of(LEFT)))
     tempered = DecoderBorders(tiny_model("llama4"), False, CountedRows(model), lambda plan: None)
     with pytest.raises(UnsupportedAttentionError, match="Llama4ForCausalLM tempers queries by position, and rows"):
-        tempered.begin(padded_rows_of(batch_of(LEFT)), CPU)
+        tempered.begin(padded_rows_of(batch_of(LEFT)))
     own = (LEFT.cumsum(1) - 1).clamp(min=0)
     for batch in (batch_of(LEFT, position_ids=own), batch_of(RIGHT)):
-        borders.begin(padded_rows_of(batch), CPU)
+        borders.begin(padded_rows_of(batch))
         assert DocumentReader(packs_rows=True).read(batch).lengths.tolist() == [3, 4, 1]

@@ -17,6 +17,7 @@ from distca_hf.batches.given import DOCUMENTS, FOLLOWING, GivenPlanner, StepAhea
 from distca_hf.batches.read_documents import (
     ENTRY,
     DocumentReader,
+    PaddedRows,
     ReadDocuments,
     Reading,
     ReadingCollator,
@@ -161,7 +162,8 @@ def lengths_of(*lengths: int) -> Reading:
     return reading
 
 
-def tokens_of_packs(packs: Sequence[IntArray], pin: bool) -> list[int]:
+def tokens_of_packs(packs: Sequence[IntArray], padded: PaddedRows | None, pin: bool) -> list[int]:
+    assert padded is None
     assert not pin
     if any(len(held) == 0 for held in packs):
         raise ValueError("a rank is empty")
