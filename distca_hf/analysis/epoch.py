@@ -125,8 +125,8 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerSt
 
 
 def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
-    """Returns lengths after the policy for documents that are longer than a micro-batch, or than a rank holds where
-    they stay whole.
+    """Returns lengths after the policy for documents that are longer than a micro-batch, or, if documents stay whole,
+    than a rank holds.
 
     Raises:
         PackingError: there are such documents, and the policy refuses them; or documents are longer than the model

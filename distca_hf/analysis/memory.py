@@ -58,7 +58,7 @@ GATHERED_LAYERS = 3
 
 
 def check_checkpointing(name: str) -> None:
-    """Raises ConfigError where a way of activation checkpointing is none of the known ones."""
+    """Raises ConfigError if a way of activation checkpointing is not one of the known ones."""
     if name not in get_args(Checkpointing):
         raise ConfigError(f"--checkpointing {name} must be one of {', '.join(get_args(Checkpointing))}")
 
@@ -73,7 +73,7 @@ class LayerSize:
         mlp_size: width of a gated MLP with as many weights as a token passes besides attention; of experts the ones
             that it is sent to. A mixer counts as a part of it.
         heads: heads of attention; None for a layer without attention.
-        window_tokens: the window; None where documents are seen in full.
+        window_tokens: the window; None for full attention.
     """
 
     count: int
@@ -216,7 +216,7 @@ class Memory:
 
     @property
     def backward(self) -> int:
-        """Bytes where backward begins."""
+        """Bytes when backward begins."""
         return self.state + self.gathered + self.kept + self.computed + self.received
 
     @property

@@ -32,7 +32,7 @@ class ModelSize:
         hidden_size: size of a token's vector between layers.
         layer_parameters: weights of all layers that one token passes; of experts only the ones that it is sent to.
         embedding_parameters: weights of the embedding, and of the head if it has its own weights.
-        of_layers: the same layer by layer, where layers were counted; by default all are alike.
+        of_layers: the same layer by layer, if layers were counted; by default all are alike.
     """
 
     layers: int

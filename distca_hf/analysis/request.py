@@ -137,7 +137,7 @@ class PlanRequest:
             self.num_ranks,
             model.heads.groups,
             token_bytes=model.token_bytes,
-            # Figures are from full layers, also where a model has none.
+            # Figures are from full layers, even if a model has none.
             layer_masks=model.masks if CAUSAL_MASK in dict(model.masks) else CAUSAL_LAYERS,
             whole_documents=model.whole_documents,
             step_shape=self.pipeline,

@@ -137,7 +137,7 @@ def cuts_of(
 
 
 def sum_of(cuts: list[Cut]) -> int:
-    """Returns the sum of checksums, modulo `MODULUS`. Over all ranks it is 0 where they hold the same."""
+    """Returns the sum of checksums, modulo `MODULUS`. Over all ranks it is 0 if both sides of each cut agree."""
     return sum(cut.checksum for cut in cuts) % MODULUS
 
 

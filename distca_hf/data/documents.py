@@ -1,7 +1,7 @@
 """Documents of a tokenised `datasets.Dataset`: lengths without reading tokens, and tokens by slice on demand.
 
-A row is a document, unless the dataset was packed by TRL: then `seq_lengths` has the documents of a row. A document
-longer than a global micro-batch is refused, split or truncated here, so that all later code gets documents that fit.
+A row is a document, unless TRL packed the dataset: then `seq_lengths` has the documents of a row. A document longer
+than a global micro-batch is refused, split or truncated here. All later code gets documents that fit.
 """
 
 import hashlib
@@ -63,23 +63,23 @@ class Tokens:
 class DocumentSource:
     """Documents of a map-style `datasets.Dataset` with `input_ids`.
 
-    Uses, where present: `labels`, `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
-    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, in which there
-    must be no padding; `position_ids`, which must begin at 0 in every document; and other
-    numbers per token that the model's forward pass takes. Columns without numbers are ignored.
+    Uses, if present: `labels`, `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
+    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, which must have
+    no padding; `position_ids`, which must begin at 0 in every document; and other numbers per token that the model's
+    forward pass takes. Columns without numbers are ignored.
 
     Args:
         capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
         stay_whole: whether every document must fit on one rank.
         reading: which columns count, and how.
-        seed: of what a transform draws at random.
+        seed: for random draws of a transform.
 
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
         documents_truncated, tokens_truncated: documents that `truncate` cut, and the tokens that it left out.
-        are_drawn: whether a transform makes the rows, so that they have to be drawn before they are read.
+        are_drawn: whether a transform makes the rows: they must be drawn before they are read.
         inputs: dtypes of further inputs of the model, by name.
-        masks, masks_left: columns that decide what is learnt, and those that do not although they could.
+        masks, masks_left: columns that decide what is learnt, and columns that could but do not.
 
     Raises:
         PackingError: the dataset cannot be read as documents; names the row.

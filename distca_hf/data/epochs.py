@@ -1,10 +1,10 @@
 """Epochs: which documents form which global micro-batch. Whole documents, shuffled, every one exactly once.
 
 Every epoch has the same number of micro-batches, of nearly equal tokens. A micro-batch takes documents in shuffled
-order. When the next one does not fit, smaller ones from a little further on fill the gap. The large one opens the next
-micro-batch. In the dataset's order the gap is filled by documents of the next micro-batch, the first ones that fit.
+order. If the next one does not fit, smaller ones from a little further on fill the gap, and the large one opens the
+next micro-batch. In the dataset's order, the first documents of the next micro-batch that fit fill the gap.
 
-A training that goes on in an epoch may have other sizes of micro-batches and steps than before (`ResumedEpoch`).
+A training that is resumed within an epoch may change the sizes of micro-batches and steps (`ResumedEpoch`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from distca_hf.arrays import BoolArray, IntArray, ceil_div
 from distca_hf.errors import PackingError
 
 
-# Number of documents that are searched to fill the gap before one that does not fit. Padding is below 0.2 % with it,
-# and documents stay close to their shuffled place.
+# Number of documents to search for some that fill the gap before one that does not fit. Keeps padding below 0.2 %, and
+# documents close to their shuffled place.
 LOOKAHEAD_DOCUMENTS = 1024
 # Returns which of `[documents]` lengths have room in one micro-batch.
 Fits = Callable[[IntArray], BoolArray]
@@ -97,8 +97,8 @@ class ResumedEpoch:
         return step + max(0, wanted - self.steps_done)
 
     def num_train_epochs(self, step: int, max_steps: int) -> int:
-        """Returns the epochs that a run of `max_steps` begins, this one and those before it included; without this one
-        if no step is left."""
+        """Returns the number of epochs that a run of `max_steps` begins, including earlier ones and this one; without
+        this one if no step is left."""
         steps = max_steps - step
         if steps <= 0:
             return self.number
@@ -113,14 +113,15 @@ class EpochPacker:
         document_tokens: `[documents]` int64 lengths.
         capacity_tokens: most tokens of a global micro-batch (ranks x tokens_per_rank).
         seed: together with the epoch's number it decides the order of documents.
-        shuffle: False keeps the dataset's order, but for documents that come one micro-batch early.
-        fits: which documents have room, where ranks must hold whole ones; by default all of them. Others wait for the
+        shuffle: False keeps the dataset's order, except for documents that come one micro-batch early.
+        fits: which documents have room, if ranks must hold whole ones; by default all of them. Others wait for the
             next micro-batch. The longest of them must fit.
-        multiple: number that divides the micro-batches of an epoch: the number in an optimizer step, if all steps must
+        multiple: divides the number of micro-batches of an epoch: the number in an optimizer step, if all steps must
             be whole.
 
     Raises:
-        PackingError: the dataset is empty, one is longer than a micro-batch, or there are too few for whole steps.
+        PackingError: the dataset is empty, a document is longer than a micro-batch, or there are too few for whole
+            steps.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class Step:
     """Loss, and gradients of all parameters one after the other, of one training step.
 
     Attributes:
-        logits: `[tokens, vocabulary]` of all documents one after the other; None where the model returns none.
+        logits: `[tokens, vocabulary]` of all documents one after the other; None if the model returns none.
     """
 
     loss: float
@@ -97,7 +97,7 @@ class Step:
         return float((self.gradients - other.gradients).norm() / other.gradients.norm())
 
     def logit_difference(self, other: "Step") -> float | None:
-        """Returns the norm of the difference of logits over that of the others; None where there are none."""
+        """Returns the norm of the difference of logits over that of the others; None if there are none."""
         if self.logits is None or other.logits is None or self.logits.shape != other.logits.shape:
             return None
         return float((self.logits - other.logits).norm() / other.logits.norm())
@@ -207,7 +207,7 @@ def _mean(ranks: list[tuple[Step, torch.Tensor]]) -> Step:
 
 
 def gradients_of(model: PreTrainedModel) -> torch.Tensor:
-    """Returns gradients of all parameters, one after the other; zeros where a parameter had no part."""
+    """Returns gradients of all parameters, one after the other; zeros for a parameter that took no part."""
     return torch.cat(
         [torch.zeros_like(x).flatten() if x.grad is None else x.grad.flatten() for x in model.parameters()]
     )
@@ -224,7 +224,7 @@ class Numerics:
     """Relative differences of a step on ranks from the same documents each by itself.
 
     Attributes:
-        logits: norm of the difference over the norm; None where the model returns none.
+        logits: norm of the difference over the norm; None if the model returns none.
         loss, gradients: likewise.
         in_training_mode: whether the model was in training mode; one that draws random numbers there is not.
     """

@@ -149,7 +149,7 @@ class Surface:
     seconds: FloatArray
 
     def at(self, rows: FloatArray, columns: FloatArray, notes: Notes) -> FloatArray:
-        """Returns `[...]` seconds for `[...]` pairs of sizes; 0 where one of them is 0."""
+        """Returns `[...]` seconds for `[...]` pairs of sizes; 0 if one of them is 0."""
         rows, columns = np.asarray(rows, dtype=np.float64), np.asarray(columns, dtype=np.float64)
         some = (rows > 0) & (columns > 0)
         row, row_part = between(self.rows, np.maximum(rows, 1))

@@ -24,7 +24,7 @@ from distca_hf.errors import ConfigError
 
 # Bytes of a row that is exchanged; keys and values of one token of an 8B Llama have four times as many.
 ROW_BYTES = 1024
-# Numbers of each rank's part of a collective are a multiple of this. Where parts begin at multiples of 16 bytes, as
+# Each rank's part of a collective has a multiple of this many numbers. If parts begin at multiples of 16 bytes, as
 # FSDP's do if ranks divide all sizes, NCCL copies 16 bytes at once. Other parts took 1.5 to 2.2 times as long.
 ALIGNED_NUMBERS = 64
 

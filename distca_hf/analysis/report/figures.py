@@ -13,7 +13,7 @@ from distca_hf.arrays import ceil_div
 # Kind and version of the JSON that `distca report --json` prints.
 KIND, VERSION = "distca-report", 1
 
-# A number of each rank; None where it is not known.
+# A number of each rank; None if it is not known.
 OfRanks = Sequence[float | None]
 
 
@@ -46,14 +46,14 @@ class Seconds:
 
     @property
     def passed(self) -> np.ndarray:
-        """`[ranks]` measured seconds of the pass; NaN where they are not known."""
+        """`[ranks]` measured seconds of the pass; NaN if they are not known."""
         parts = (self.attention, self.waiting, self.exchange, self.rest)
         passed: np.ndarray = np.sum([numbers_of(part) for part in parts], axis=0)
         return passed
 
 
 def numbers_of(of_ranks: OfRanks) -> np.ndarray:
-    """Returns `[ranks]` float64, NaN where a number is not known."""
+    """Returns `[ranks]` float64, NaN for unknown numbers."""
     return np.array([np.nan if one is None else one for one in of_ranks], dtype=np.float64)
 
 
@@ -117,7 +117,7 @@ class StepFigures:
         step_work_before, step_work: `[ranks]` operations of a step, of ranks that hold tokens; empty if unknown.
         num_ranks: ranks that hold tokens.
         servers: numbers of the attention servers after them.
-        speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
+        speeds: `[ranks]` relative speeds of the ranks of `work`; empty if all are equal.
         sent: (source, destination, bytes) of one layer's forward pass.
         nodes_sent: nodes that source and destination are, because ranks are too many; attention servers are numbered
             after them. 0: they are ranks.
@@ -252,8 +252,8 @@ def _with_few_ranks(call: CallOfRanks, num_ranks: int) -> CallOfRanks:
 def in_nodes(
     sent: Sequence[tuple[int, int, float]], num_ranks: int, num_servers: int, ranks_per_node: int
 ) -> tuple[int, list[tuple[int, int, float]]]:
-    """Returns a number of nodes and (source, destination, bytes): of ranks as they are and 0 nodes, or of nodes where
-    ranks are too many. Attention servers are never summed: they come after the ranks, or after the nodes.
+    """Returns a number of nodes and (source, destination, bytes): of ranks and 0 nodes, or of nodes if there are too
+    many ranks. Attention servers are never summed: they come after the ranks, or after the nodes.
 
     Args:
         num_ranks: ranks that hold tokens; servers have the numbers after them.

@@ -1,7 +1,7 @@
 """Run folder: reads the traces of a training, one file of each rank, into figures of every reported micro-batch.
 
-Files are read twice: once to note where the traces of each step lie, then step by step. So only the traces of one step
-are in memory at a time.
+Files are read twice: once to note where the traces of each step are, then step by step. So only one step's traces are
+in memory at a time.
 
     rank-00000.jsonl   | step 100 ... | step 200 ... |        places of step 200:  bytes of lines in every file
     rank-00001.jsonl   | step 100 ... | step 200 ... |
@@ -83,7 +83,7 @@ class TraceIndex:
 
     @classmethod
     def of(cls, files: Iterable[Path]) -> "TraceIndex":
-        """Reads files once, and notes where the traces of each step lie.
+        """Reads files once, and notes where the traces of each step are.
 
         Raises:
             ReportError: a file cannot be read, or a line is not a trace of this version; names both.
@@ -300,7 +300,7 @@ def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[st
 
 
 def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
-    """Returns who sends how much to whom: as its sender has it, or where that one's trace is missing, its receiver."""
+    """Returns who sends how much to whom: from the sender's trace, or if that is missing, from the receiver's."""
     found = {(rank, other): size for rank, trace in of_ranks.items() for other, size in trace.sent_bytes}
     for rank, trace in of_ranks.items():
         for other, size in trace.received_bytes:

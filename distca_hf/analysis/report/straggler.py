@@ -103,8 +103,8 @@ def longest_waiting(num_ranks: int, seconds: Seconds) -> float:
 
 
 def most_telling(steps: Sequence[StepFigures]) -> int:
-    """Returns the number of the micro-batch in which a rank waits longest; where hardly any waits, of the one whose
-    work would be least even without distca. The last of several; 0 if there are none."""
+    """Returns the number of the micro-batch in which a rank waits longest. If hardly any rank waits, returns the one
+    whose work would be least even without distca. The last of several; 0 if there are none."""
 
     def telling(number: int) -> tuple[float, float, int]:
         step = steps[number]
@@ -308,8 +308,8 @@ def busy_in_words(trace: RankTrace, seconds: Seconds) -> list[str]:
 
 
 def shares_of_servers(num_ranks: int, seconds: Seconds) -> np.ndarray:
-    """Returns `[servers, 2]` parts of the pass in which a server computes and sends, and in which it waits; NaN where
-    its trace is missing."""
+    """Returns `[servers, 2]` parts of the pass in which a server computes and sends, and in which it waits; NaN if its
+    trace is missing."""
     parts: Sequence[OfRanks] = (seconds.attention, seconds.exchange, seconds.waiting)
     attention, exchange, waiting = (numbers_of(part)[num_ranks:] for part in parts)
     passed = np.maximum(seconds.passed[num_ranks:], SHORTEST_SECONDS)

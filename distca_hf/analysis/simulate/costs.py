@@ -5,7 +5,7 @@
     head, AdamW   per token and word, per weight                                           from `DeviceRates`
     links         an exchange, an all-gather, a reduce-scatter, by bytes                    from `LinkTimes`
 
-Where the model's sizes are not the profile's, times are scaled, and `notes` says how.
+If the model's sizes are not the profile's, times are scaled, and `notes` says how.
 """
 
 from dataclasses import dataclass, replace
@@ -271,7 +271,7 @@ class Costs:
 
         Args:
             tokens: `[ranks]` tokens of a micro-batch.
-            backward_share: part of a layer's backward pass that is computed, where weights are frozen.
+            backward_share: part of a layer's backward pass that is computed; below 1 if weights are frozen.
         """
         layer = self.layer(tokens)
         of_layer = layer.kept + layer.backward * backward_share + layer.forward * recomputes_layers

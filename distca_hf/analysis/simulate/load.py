@@ -60,7 +60,7 @@ class Load:
         tokens: `[ranks]` tokens that each rank's layers compute.
         attention: each kind of attention layers.
         bytes_per_layer: most bytes that a rank sends or receives in a full layer's forward pass.
-        left_out_pairs: attended pairs of all layers that are left out where documents are cut at borders.
+        left_out_pairs: attended pairs of all layers that are lost because documents are cut at borders.
         saves_attention: whether outputs are kept under activation checkpointing.
         beside_seconds: further seconds of the micro-batch, such as planning in the step.
         head_tokens: `[ranks]` tokens that each rank's head computes; None: its layers' tokens.
@@ -163,7 +163,7 @@ class Hidden:
         """
         kernels, wires = local + remote, self.exchanges
         sent = wires.rows + wires.results
-        # Half of them are early where rows come as well as leave; without results forward has no late calls.
+        # Half of them are early if rows both arrive and leave; without results forward has no late calls.
         late_forward = late.forward / 2 if self.moves_queries else np.zeros_like(late.forward)
         early = local.forward - late_forward
         results = np.maximum(late_forward, wires.results / self.chunks)
@@ -182,7 +182,7 @@ class Hidden:
         return Attention(forward, recomputed, backward, sent, comes + wires.gradients, layers)
 
     def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns the seconds that exchanges take from the kernels meanwhile. Where kernels wait there are none."""
+        """Returns the seconds by which exchanges delay kernels that run meanwhile; kernels that wait lose nothing."""
         waits = seconds - kernels
         return self.beside * np.clip(sent - waits, 0.0, kernels)
 

@@ -223,7 +223,7 @@ class SimulationRequest:
 
     @property
     def num_servers(self) -> int:
-        """Data ranks that serve attention where there are servers."""
+        """Data ranks that serve attention if there are servers."""
         return self.num_ranks // GPUS_PER_SERVER
 
     def planner_beside(self, servers: int) -> PlacedPlanner:

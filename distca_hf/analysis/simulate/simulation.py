@@ -243,7 +243,7 @@ class WayStep(NamedTuple):
         attention_seconds: that ranks spend in attention, in the mean.
         received_bytes, state_bytes: most that a rank sends or receives in the forward pass of a layer, and of a mixer.
         most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
-        left_out_pairs: attended pairs that are left out where documents are cut.
+        left_out_pairs: attended pairs that are lost because documents are cut.
     """
 
     seconds: float

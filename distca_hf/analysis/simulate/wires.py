@@ -86,8 +86,8 @@ class Cluster:
         return np.maximum(*(self._both_ways(*each) for each in zip(links, (within, between), strict=True)))
 
     def alike_exchange(self, num_bytes: float) -> float:
-        """Returns the seconds in which every rank sends so many bytes, and receives as many, between nodes where there
-        are several."""
+        """Returns the seconds in which every rank sends and receives this many bytes, between nodes if there are
+        several."""
         crosses = self.num_ranks > self.ranks_per_node
         of_links = (WireBytes.both_ways(np.array(num_bytes * is_there)) for is_there in (not crosses, crosses))
         return float(self.exchange(*of_links))
