@@ -40,14 +40,14 @@ log = get_logger(__name__)
 
 # Label that losses leave out: the `ignore_index` of torch's cross entropy.
 IGNORED_LABEL = -100
-# For stored rows nothing is drawn.
+# Stored rows need no draws.
 NO_DRAWS: Draws = {}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one segment: `input_ids`, `labels` (unshifted) and `shift_labels`, int64, of one length; and further
-    inputs of the model by name, of the same length."""
+    """Tokens of one segment: `input_ids`, `labels` (unshifted) and `shift_labels`, all int64, and further inputs of
+    the model by name. All have the same length."""
 
     input_ids: IntArray
     labels: IntArray
@@ -121,11 +121,11 @@ class DocumentSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of 64 bits that is equal for two datasets only if all document lengths are."""
+        """Digest of 64 bits, equal for two datasets only if all document lengths are equal."""
         return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Checks that rows are still made, and columns shown, as they were when lengths were counted.
+        """Checks that rows are made, and columns shown, as they were when lengths were counted.
 
         Raises:
             PackingError: `set_transform`, `set_format` or `reset_format` was called meanwhile.
@@ -137,8 +137,8 @@ class DocumentSource:
             )
 
     def draw(self, documents: IntArray | list[int], epoch: int = 0) -> Draws:
-        """Draws the rows of some documents as they are in an epoch; nothing if rows are stored. For the thread that
-        trains, or another process (`drawn_rows`)."""
+        """Draws the rows of some documents as they are in an epoch; nothing if rows are stored. Only for the thread
+        that trains, or another process (`drawn_rows`)."""
         rows = self._rows
         return rows.draw(np.unique(self._row[documents]).tolist(), epoch) if isinstance(rows, DrawnRows) else NO_DRAWS
 
@@ -169,7 +169,7 @@ class DocumentSource:
                     labels[values[mask] == 0] = IGNORED_LABEL
         if self._reading.unlearnt_token is not None:
             labels[input_ids == self._reading.unlearnt_token] = IGNORED_LABEL
-        # 3. Shifted inside of the document: no token predicts the first one of a document.
+        # 3. Labels shifted within the document: no token predicts its first one.
         if start == 0:
             labels[0] = IGNORED_LABEL
         tokens = stop - start
@@ -183,7 +183,7 @@ class DocumentSource:
         return self._reading.masks == "always" or "labels" not in names
 
     def _check(self, values: Values, row: int, begin: int, origin: int) -> None:
-        """Checks tokens of a row from `begin` on, of a document that begins at `origin`."""
+        """Checks tokens of a row from `begin` on; their document begins at `origin`."""
         if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
             at = int(wrong[0])
             if mask[at] == 0:
@@ -278,8 +278,8 @@ class DocumentSource:
 def fit_documents(
     document_tokens: IntArray, capacity_tokens: int, overlong: OverlongPolicy
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Applies the policy for documents longer than a global micro-batch: document, first token and length of every
-    document that comes of it. `error` leaves them as they are: the caller refuses them by name."""
+    """Applies the policy for documents longer than a global micro-batch. Returns document, first token and length of
+    every resulting document. `error` leaves them as they are: the caller refuses them by name."""
     if overlong == "split":
         return split_documents(document_tokens, capacity_tokens)
     kept = np.minimum(document_tokens, capacity_tokens) if overlong == "truncate" else document_tokens
@@ -287,7 +287,7 @@ def fit_documents(
 
 
 def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Cuts documents into pieces of at most `most_tokens`: document, first token and length of every piece."""
+    """Cuts documents into pieces of at most `most_tokens`. Returns document, first token and length of every piece."""
     pieces = ceil_div(document_tokens, most_tokens)
     document = np.repeat(np.arange(len(document_tokens)), pieces)
     start = ranges(0, pieces) * most_tokens
