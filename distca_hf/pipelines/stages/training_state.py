@@ -1,5 +1,4 @@
-"""Training state: what a rank of a pipeline saves to resume later, in the form of `torch.distributed.checkpoint`
-(DCP).
+"""Training state: what a rank of a pipeline saves to resume, as entries of `torch.distributed.checkpoint` (DCP).
 
     weights.NAME            of the parts on this rank
     optimizer.*.NAME.*      of each of these weights: states, and settings of its group
