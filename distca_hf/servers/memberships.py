@@ -61,11 +61,8 @@ class Member(NamedTuple):
 
 
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
-    """Returns the servers that all trainers see in the same state.
-
-    Args:
-        rows: of every trainer: a flag, then the starts of each server.
-    """
+    """Returns the servers that all trainers see in the same state. A trainer's row has a flag, then the starts of each
+    server."""
     starts = zip(*(row[1:] for row in rows), strict=True)
     return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)
 
