@@ -100,7 +100,7 @@ class DistCAPlugin(ParallelContext):
         Raises:
             ConfigError: the plugin has no `tokens_per_rank`; several processes were launched, but no process group is
                 initialised; the model is divided between ranks in a way that cannot train, or otherwise than ranks
-                were before; or the pipeline cannot run so many micro-batches, has more parts than the model has
+                were before; or the pipeline cannot run this many micro-batches, has more parts than the model has
                 layers, or other stages than the mesh.
             PackingError: the dataset cannot be packed; names row and numbers.
         """

@@ -38,7 +38,7 @@ MOST_STEPS, MOST_RANK_STEPS = 20, 2048
 
 
 def steps_worth_it(size: int) -> int:
-    """Returns the optimizer steps that `distca plan` simulates, of so many ranks times micro-steps."""
+    """Returns the optimizer steps that `distca plan` simulates, of this many ranks times micro-steps."""
     return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
 
 
@@ -176,7 +176,7 @@ def make_estimates(
 def memory_by_sharding(
     request: SimulationRequest, tokens: int, received_bytes: int, state_bytes: int = 0
 ) -> dict[Sharding, Memory]:
-    """Returns the memory of a rank with so many tokens, for each way to shard weights.
+    """Returns the memory of a rank with this many tokens, for each way to shard weights.
 
     Args:
         received_bytes, state_bytes: that a rank receives in the forward pass of a layer, and of a mixer.

@@ -199,8 +199,8 @@ def kernel_times_of(times: AttentionTimes) -> dict[str, Any]:
 
 
 def _row(times: AttentionTimes, queries: float, keys: FloatArray) -> FloatArray:
-    """Returns `[keys]` seconds of the last queries of documents of so many tokens; beyond measured prefixes, rates are
-    the border's."""
+    """Returns `[keys]` seconds of the last queries of documents of this many tokens; beyond measured prefixes, rates
+    are the border's."""
     notes, total = Notes(), np.zeros(len(keys))
     before = np.maximum(0.0, keys - queries)
     for square, prefix in (

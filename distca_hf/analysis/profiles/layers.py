@@ -108,7 +108,7 @@ class AttentionBench:
     """The kernel of a device, and how large calls are.
 
     Attributes:
-        call_queries, call_keys: a call has about so many queries, and no more keys than these, if a task has fewer.
+        call_queries, call_keys: a call has about this many queries, and no more keys than these, if a task has fewer.
     """
 
     clock: Clock
@@ -218,7 +218,7 @@ class LayerBench:
     dtype: torch.dtype
 
     def layer(self, size: LayerSize, tokens: tuple[int, ...], liger: bool) -> LayerTimes:
-        """Returns the times of a layer for calls of so many tokens, rising."""
+        """Returns the times of a layer for calls of this many tokens, rising."""
         rows = [self._layer_seconds(size, number, liger) for number in tokens]
         forward, kept, backward = (tuple(column) for column in zip(*rows, strict=True))
         sizes = (size.hidden_size, size.mlp_size, size.heads, size.kv_heads, size.head_dim)

@@ -98,7 +98,7 @@ class OnOwnStream(Sends):
 
 
 def ring_sends(num_bytes: int, to: int, by: int, device: torch.device) -> Callable[[], object]:
-    """Returns a call that sends keys and values of so many bytes to a rank, and receives as many from another.
+    """Returns a call that sends keys and values of this many bytes to a rank, and receives as many from another.
 
     They go over the default group, as in published rings. With NCCL such pairs of calls are faster than an all-to-all
     that has bytes only for one rank.
@@ -118,19 +118,20 @@ def ring_sends(num_bytes: int, to: int, by: int, device: torch.device) -> Callab
 
 
 def part_elements(num_bytes: int, ranks: int) -> int:
-    """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have about so many bytes."""
+    """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have about this many
+    bytes."""
     return ALIGNED_NUMBERS * max(1, round(num_bytes / 2 / max(1, ranks - 1) / ALIGNED_NUMBERS))
 
 
 def _rows_of(num_bytes: int, peers: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns `[ranks]` rows, of so many bytes together, for each peer as many."""
+    """Returns `[ranks]` rows, of this many bytes together, for each peer as many."""
     each = max(1, round(num_bytes / max(1, len(peers)) / ROW_BYTES))
     return [each if rank in peers else 0 for rank in range(num_ranks)]
 
 
 # Time within which all ranks must come to an exchange: one of them may still compile a kernel.
 PATIENCE_SECONDS = 600.0
-# A series of calls has about so many bytes, and so many calls at least and at most.
+# A series of calls has about this many bytes, and so many calls at least and at most.
 SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
 SERIES = 3
 # Unit of times that ranks show each other: only integers go over the wire.
@@ -253,19 +254,19 @@ class MeasuringRanks:
         ]
 
     def exchange(self, num_bytes: int, between_nodes: bool) -> Exchanges:
-        """Prepares exchanges in which every rank sends and receives so many bytes, the same to each peer."""
+        """Prepares exchanges in which every rank sends and receives this many bytes, the same to each peer."""
         peers = self.peers(between_nodes)
         return self._exchanges(num_bytes, peers, peers)
 
     def to_next(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
-        """Prepares what a ring does: every rank sends keys and values of so many bytes to the next one, of its node or
-        on the next node, and receives as many from the one before."""
+        """Prepares what a ring does: every rank sends keys and values of this many bytes to the next one, of its node
+        or on the next node, and receives as many from the one before."""
         place, places = self._place(between_nodes)
         before, behind = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
         return ring_sends(num_bytes, behind, before, self.device)
 
     def one_way(self, num_bytes: int, between_nodes: bool) -> Exchanges:
-        """Prepares exchanges in which every second rank sends so many bytes, the same to each of the others, which
+        """Prepares exchanges in which every second rank sends this many bytes, the same to each of the others, which
         receive as many; if ranks are odd in number, the last one does nothing."""
         place, places = self._place(between_nodes)
         halves = [[self._rank_at(at, between_nodes) for at in range(first, places // 2 * 2, 2)] for first in (0, 1)]
@@ -274,7 +275,7 @@ class MeasuringRanks:
         return self._exchanges(num_bytes, [] if place % 2 else halves[1], halves[0] if place % 2 else [])
 
     def exchange_seconds(self, exchanges: Exchanges, num_bytes: int) -> float:
-        """Times exchanges of so many bytes through the product's transport."""
+        """Times exchanges of this many bytes through the product's transport."""
         return self.slowest(exchanges.run, calls_of(num_bytes), "measuring an exchange")
 
     def _exchanges(self, num_bytes: int, to: Sequence[int], by: Sequence[int]) -> Exchanges:
@@ -292,14 +293,14 @@ class MeasuringRanks:
         return place * self.ranks_per_node + own if between_nodes else node * self.ranks_per_node + place
 
     def all_gather(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
-        """Prepares all-gathers in which every rank receives so many bytes from others."""
+        """Prepares all-gathers in which every rank receives this many bytes from others."""
         group, ranks = self._group(between_nodes)
         part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
         whole = part.new_empty(part.numel() * ranks)
         return lambda: ALL_GATHER(whole, part, group=group)
 
     def reduce_scatter(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
-        """Prepares reduce-scatters in which every rank sends so many bytes to others."""
+        """Prepares reduce-scatters in which every rank sends this many bytes to others."""
         group, ranks = self._group(between_nodes)
         part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
         whole = part.new_zeros(part.numel() * ranks)

@@ -183,7 +183,8 @@ class Costs:
         return Passes(*(surface.at(queries, keys, self.notes) for surface in surfaces)).times(share)
 
     def _windows(self, queries: FloatArray, pairs: IntArray, mask: Mask) -> Passes:
-        """Returns seconds of tasks or tiles with a window: their pairs, at the rate of a square of so many queries."""
+        """Returns seconds of tasks or tiles with a window: their pairs, at the rate of a square of this many
+        queries."""
         window = mask.window_tokens
         assert window is not None
         if mask.chunked:  # kernels compute squares of a chunk
@@ -278,7 +279,7 @@ class Costs:
         return of_layer * self.model.size.layers + self.head_seconds(tokens)
 
     def copy_seconds(self, num_bytes: Amounts | float) -> FloatArray:
-        """Returns seconds of reading and writing so many bytes, both counted."""
+        """Returns seconds of reading and writing this many bytes, both counted."""
         return np.asarray(num_bytes, dtype=np.float64) / self.profile.rates.copy_bytes
 
     @property

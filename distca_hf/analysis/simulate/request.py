@@ -293,7 +293,7 @@ class SimulationRequest:
         return steps
 
     def _dealt_steps(self, row_tokens: IntArray, step_rows: int) -> list[list[IntArray]]:
-        """Returns the lengths of each micro-batch, rank after rank, of steps of so many rows.
+        """Returns the lengths of each micro-batch, rank after rank, of steps of this many rows.
 
         As Trainer and Accelerate deal them, an epoch has all rows in random order, and ranks take a batch each in
         turns. The last step of an epoch is left out if it is not full.

@@ -82,7 +82,7 @@ class Training:
     def layers_seconds(self, load: Load) -> tuple[float, float]:
         """Returns the seconds of all layers, forward and backward.
 
-        A layer without attention takes as long as everything but attention in a layer of so many weights.
+        A layer without attention takes as long as everything but attention in a layer of this many weights.
         """
         layer = self.costs.layer(load.tokens)
         kinds = [*load.attention]
@@ -101,11 +101,11 @@ class Training:
         return weights * self.costs.profile.rates.optimizer_seconds
 
     def gather_seconds(self, weight_bytes: float) -> float:
-        """Returns the seconds of gathering weights of so many bytes in bf16."""
+        """Returns the seconds of gathering weights of this many bytes in bf16."""
         return self.cluster.all_gather(weight_bytes)
 
     def reduce_seconds(self, weight_bytes: float) -> float:
-        """Returns the seconds of summing the gradients of weights of so many bytes in bf16."""
+        """Returns the seconds of summing the gradients of weights of this many bytes in bf16."""
         if not self.sums_gradients:
             return 0.0
         return self.cluster.reduce_scatter(weight_bytes * self.reduce_bytes / HALF_BYTES)

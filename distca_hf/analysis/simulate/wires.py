@@ -93,25 +93,25 @@ class Cluster:
         return float(self.exchange(*of_links))
 
     def share_beyond(self, group: int) -> FloatArray:
-        """Returns `[ranks]` part of the other ranks of each one's group, of so many neighbours, that are on other
+        """Returns `[ranks]` part of the other ranks of each one's group, of this many neighbours, that are on other
         nodes."""
         number = self.node_of * self.num_ranks + np.arange(self.num_ranks) // group
         _, of_rank, inside = np.unique(number, return_inverse=True, return_counts=True)
         return (group - inside[of_rank]) / max(1, group - 1)
 
     def to_next(self, num_bytes: Amounts, group: int) -> FloatArray:
-        """Returns `[ranks]` seconds of sending so many bytes to the next rank of a ring, over groups of so many
+        """Returns `[ranks]` seconds of sending this many bytes to the next rank of a ring, over groups of so many
         neighbours; in groups that span nodes some ranks send to another one, and all wait for it."""
         seconds = self._to_next(self.profile.within_node, num_bytes if self.ranks_per_node > 1 else 0 * num_bytes)
         between = self._to_next(self.profile.between_nodes, num_bytes * (self.share_beyond(group) > 0))
         return np.maximum(seconds, between)
 
     def all_gather(self, num_bytes: float) -> float:
-        """Returns the seconds of gathering tensors of so many bytes over all ranks."""
+        """Returns the seconds of gathering tensors of this many bytes over all ranks."""
         return self._collective("all_gather", num_bytes)
 
     def reduce_scatter(self, num_bytes: float) -> float:
-        """Returns the seconds of reducing tensors of so many bytes over all ranks."""
+        """Returns the seconds of reducing tensors of this many bytes over all ranks."""
         return self._collective("reduce_scatter", num_bytes)
 
     @property
@@ -180,7 +180,7 @@ def _without_noise(seconds: Sequence[float]) -> list[float]:
 
 
 def _added_by_other_way(links: LinkTimes, num_bytes: Amounts) -> FloatArray:
-    """Returns the seconds that so many bytes add to at least as many that go the other way; more bytes never add
+    """Returns the seconds that this many bytes add to at least as many that go the other way; more bytes never add
     less."""
     sizes = np.array([0.0, *links.num_bytes])
     apart = np.array(_without_noise(links.exchange)) - np.array(_without_noise(links.one_way))
