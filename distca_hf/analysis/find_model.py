@@ -1,8 +1,8 @@
 """Find model: shape and size of the model that `--model` names.
 
 Built-in names (`PRESETS`) need no library. Neither does a config.json, except for its number of weights. All other
-names are from Transformers: a model type or class, with the sizes of its default configuration.
-Weights are counted in a model without memory (torch's meta device).
+names are from Transformers: a model type or class, with the sizes of its default configuration. Weights are counted in
+a model without memory (torch's meta device).
 """
 
 from collections.abc import Mapping
