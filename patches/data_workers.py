@@ -57,7 +57,7 @@ def _protecting(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not isinstance(loader.worker_init_fn, OutliveSignals):
             loader.worker_init_fn = OutliveSignals(loader.worker_init_fn)
         if (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
-            forkserver.ensure_running()  # not with signals blocked, as all processes that it forks would have them
+            forkserver.ensure_running()  # while signals are not blocked: its children inherit that
         before = set(multiprocessing.active_children())
         # Workers inherit what is blocked, so that no signal meets one that is not initialised yet.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

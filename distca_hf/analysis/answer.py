@@ -38,11 +38,7 @@ MOST_STEPS, MOST_RANK_STEPS = 20, 2048
 
 
 def steps_worth_it(size: int) -> int:
-    """Returns the number of optimizer steps that `distca plan` simulates.
-
-    Args:
-        size: ranks times micro-steps.
-    """
+    """Returns the number of optimizer steps that `distca plan` simulates for `size` ranks times micro-steps."""
     return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
 
 

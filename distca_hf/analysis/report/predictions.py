@@ -1,7 +1,7 @@
 """Predictions: seconds of every rank in a micro-batch, from the measured profile of its GPU.
 
     tasks of a rank, by kind of layers ── kernel times of the profile ── attention
-    tokens of a rank                   ── layer times of the profile  ── all else
+    tokens of a rank                   ── layer times of the profile  ── everything else
 
 These are the costs of `distca simulate`, without exchanges and collectives. If a GPU has no profile, rates
 of an H200 make an estimate, and the report says so.
@@ -48,10 +48,10 @@ class Predictor:
     Args:
         named: profile for all ranks; None: the one of the setting `kernel_times` if it is in the run's folder and of
             a rank's GPU, else the shipped one of this GPU.
-        folder: of the run. A trace may name any file, and others are not opened.
+        folder: of the run. A trace may name any file; files outside the folder are not opened.
 
     Attributes:
-        notes: everything that was taken from outside of measured sizes, or of other heads.
+        notes: everything that was extrapolated beyond measured sizes, or taken from other heads.
         unread: why files of the setting cannot be read.
     """
 
@@ -86,7 +86,7 @@ class Predictor:
         return Predicted(", ".join(names), "; ".join(sources), attention, rest) if names else Predicted()
 
     def lines(self) -> list[str]:
-        """Returns sentences about what was not measured as it is asked for."""
+        """Returns sentences about everything that was not measured as needed."""
         return [*self.unread, *(f"Predicted seconds: {line}." for line in self.notes.lines())]
 
     def _part(self, traces: Sequence[RankTrace]) -> Predicted | None:
