@@ -1,7 +1,7 @@
 """Curves: times between measured sizes.
 
-Rates, not times, are interpolated, on logarithmic axes: a time grows over orders of magnitude, its rate hardly. Beyond
-the measured sizes the rate stays that of the border, and whoever asked gets a note of it.
+Rates are interpolated instead of times, on logarithmic axes: a time grows over orders of magnitude, its rate hardly
+changes. Beyond the measured sizes the rate stays as at the border, and a note reports it.
 """
 
 from collections.abc import Sequence

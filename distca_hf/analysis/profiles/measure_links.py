@@ -1,10 +1,10 @@
 """Times of exchanges and collectives between the ranks of a job, for `distca profile`.
 
-Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives and a ring's
-sends go over the default group, as there. With several nodes, all are measured among the ranks of one node, and to
-ranks of others.
+Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives and a ring's sends
+go over the default group, as in FSDP and published rings. With several nodes, all are measured among the ranks of one
+node, and to ranks of others.
 
-All functions are collective calls: every rank makes the same ones in the same order. Times are the slowest's.
+All functions are collective calls: every rank makes the same ones in the same order. Times are of the slowest rank.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.errors import ConfigError
 
 
-# Bytes of a row that is exchanged; keys and values of one token of an 8B Llama have four times as many.
+# Bytes of an exchanged row; keys and values of one token of an 8B Llama have four times as many.
 ROW_BYTES = 1024
 # Each rank's part of a collective has a multiple of this many numbers. If parts begin at multiples of 16 bytes, as
 # FSDP's do if ranks divide all sizes, NCCL copies 16 bytes at once. Other parts took 1.5 to 2.2 times as long.
@@ -30,7 +30,7 @@ ALIGNED_NUMBERS = 64
 
 
 class Sends:
-    """Something that is sent while kernels run, again and again."""
+    """Something that is sent repeatedly while kernels run."""
 
     def start(self) -> None:
         """Starts to send."""
@@ -79,7 +79,7 @@ class Exchanges(Sends):
 
 
 class OnOwnStream(Sends):
-    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs it runs with nothing."""
+    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs nothing runs at the same time."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
         self._run, self._stream = run, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -100,8 +100,8 @@ class OnOwnStream(Sends):
 def ring_sends(num_bytes: int, to: int, by: int, device: torch.device) -> Callable[[], object]:
     """Returns a call that sends keys and values of this many bytes to a rank, and receives as many from another.
 
-    They go over the default group, as in published rings. With NCCL such pairs of calls are faster than an all-to-all
-    that has bytes only for one rank.
+    They go over the default group, as in published rings. With NCCL these pairs of calls are faster than an all-to-all
+    with bytes for only one rank.
     """
     own, others = (
         [torch.zeros(part_elements(num_bytes // 2, 2), device=device, dtype=torch.bfloat16) for _ in "kv"]
@@ -136,7 +136,7 @@ SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
 SERIES = 3
 # Unit of times that ranks show each other: only integers go over the wire.
 TICKS_PER_SECOND = 10**12
-# Newer torch has other names for these two, and warns of the old ones.
+# Newer versions of torch have other names for these two, and warn about the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -177,7 +177,7 @@ class MeasuringRanks:
         """Opens process groups over all launched ranks; a single rank needs none.
 
         Raises:
-            ConfigError: nodes have unequally many ranks, or a GPU is missing.
+            ConfigError: nodes have unequal numbers of ranks, or a GPU is missing.
         """
         device = torch.device("cpu") if use_cpu else torch.device("cuda", local_rank)
         if not use_cpu:
@@ -197,7 +197,7 @@ class MeasuringRanks:
         return replace(opened, node_group=[dist.new_group(ranks) for ranks in nodes][opened.rank // ranks_per_node])
 
     def _check_nodes(self, local_rank: int) -> None:
-        """Checks on all ranks alike that their nodes have equally many; closes all groups if they have not.
+        """Checks, the same on all ranks, that nodes have equally many ranks; closes all groups if they have not.
 
         Args:
             local_rank: number of this rank on its node.
@@ -230,7 +230,7 @@ class MeasuringRanks:
         return self.num_ranks > self.ranks_per_node
 
     def gathered(self, seconds: Sequence[float], where: str) -> list[list[float]]:
-        """Returns the times that every rank gives; equally many on all."""
+        """Returns the times of every rank; all must give equally many."""
         ticks = [round(value * TICKS_PER_SECOND) for value in seconds]
         every = self.transport.gather(ticks, where).wait()
         return [[value / TICKS_PER_SECOND for value in ranks] for ranks in every]

@@ -238,7 +238,7 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
 
 
 def _of_trainers_first(trace: RankTrace) -> tuple[bool, float]:
-    """Sort key of the latest trace; a server may have left one of a step that ran again without it."""
+    """Returns a key that is largest for the latest trace; a server may have left one of a step that ran again."""
     return not trace.is_server, trace.written
 
 
