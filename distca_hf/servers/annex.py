@@ -80,7 +80,7 @@ class ServersAnnex(Annex):
     def extra_ranks(self) -> Servers:
         """The servers that were launched."""
         per_node = launched_servers()
-        # Trainers' nodes come first, as in their topology. Nodes with only servers have more of them.
+        # Trainers' nodes come first, as in their topology. A node with only servers has more servers than these.
         in_order = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
         nodes = tuple(in_order.index(node) for node, count in enumerate(per_node) for _ in range(count))
         speeds = (self._context.server_speed or UNMEASURED_SPEED,) * len(nodes)

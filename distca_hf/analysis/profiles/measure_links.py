@@ -131,7 +131,7 @@ def _rows_of(num_bytes: int, peers: Sequence[int], num_ranks: int) -> list[int]:
 
 # Time within which all ranks must come to an exchange: one of them may still compile a kernel.
 PATIENCE_SECONDS = 600.0
-# A series of calls has about this many bytes, and so many calls at least and at most.
+# Approximate bytes of a series of calls, and its least and most calls.
 SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
 SERIES = 3
 # Unit of times that ranks show each other: only integers go over the wire.

@@ -226,8 +226,8 @@ class SimulationRequest:
         return self.num_ranks // GPUS_PER_SERVER
 
     def planner_beside(self, servers: int) -> PlacedPlanner:
-        """Returns the planner of a training in which so many of the data ranks, the last ones, serve attention. The
-        others hold their tokens, too."""
+        """Returns the planner of a training in which the last `servers` data ranks serve attention. The others hold
+        their tokens, too."""
         trainers = self.num_ranks - servers
         per_node = self.data_ranks_per_node
         nodes = tuple((trainers + number) // per_node for number in range(servers))
