@@ -112,7 +112,7 @@ class ModelSizes:
         layers: number of all layers, including those that do not attend.
         layer_weights: weights that a token passes in all layers; of experts only those that it is sent to.
         head_weights: of the last matrix; 0 without one.
-        backward_share: operations of backward over those of a fully trained model.
+        backward_share: operations of backward over those of a model without frozen weights.
         liger: whether layers have Liger's kernels.
         recomputes_layers, recomputes_attention: whether they run forward again in backward.
         tensor_ranks: ranks that divide every layer between them.

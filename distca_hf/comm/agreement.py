@@ -3,7 +3,7 @@
 If the two sides of an all-to-all disagree, it corrupts data silently (gloo) or hangs (NCCL). Ranks therefore gather a
 few integers per micro-batch while the batch is still being prepared, and raise an error that names the ranks instead.
 
-Facts travel as a digest of 63 bits. Their names and values follow only if digests differ, so facts may be many.
+Facts travel as a digest of 63 bits. Their names and values follow only if digests differ, so there may be many.
 
 A process group delivers exchanges in the order in which each rank starts them. If two ranks start them in different
 orders, rows of one place arrive in another. That gives wrong numbers (gloo, equal sizes), an abort or a hang. This

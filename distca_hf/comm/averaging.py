@@ -21,8 +21,7 @@ class Averaged(NamedTuple):
 
     Attributes:
         name: of a wrapper, or of the mesh of a weight.
-        over: its groups of this rank. If there are two, the second connects equal shards, and both together are a
-            grid.
+        over: its groups of this rank. If there are two, the second connects equal shards, and both form a grid.
         divides: whether the mesh of a weight, which may have other dimensions as well, may only divide the weight, as
             tensor parallelism does; None for a wrapper.
     """
@@ -71,8 +70,7 @@ def check_averaging(model: nn.Module, members: Members) -> None:
 
 
 def averaging(model: nn.Module) -> Iterator[Averaged]:
-    """Yields everything that averages gradients of a model, including wrappers around it. Call within a forward
-    pass."""
+    """Yields everything that averages gradients of a model, including its wrappers. Call within a forward pass."""
     from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
     from torch.distributed.tensor import DTensor
 

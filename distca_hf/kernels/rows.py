@@ -39,8 +39,7 @@ def copy_rows(
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
 ) -> None:
-    """Copies rows of one or two tensors. Two tensors on one side may be one on the other, with their rows side by
-    side.
+    """Copies rows of one or two tensors. Two tensors on one side may be one on the other, with rows side by side.
 
     Args:
         sources, targets: need not be contiguous, but the elements of a row must be.

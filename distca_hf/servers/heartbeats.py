@@ -6,9 +6,8 @@
 
 Both sides do this in a thread, over a separate connection to the launcher's store. So a hanging training step or
 exchange delays no beat, and the thread of the step makes no requests. A server is identified by its number and its
-restarts: the process that replaces a lost one has one more, and joins the next membership (`LiveServers`). Marks in
-    its
-stream show that a GPU makes progress (`StreamProgress`).
+restarts. The process that replaces a lost one has one more restart, and joins the next membership (`LiveServers`).
+Marks in its stream show the progress of a GPU (`StreamProgress`).
 """
 
 import os

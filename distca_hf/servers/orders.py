@@ -6,8 +6,7 @@
     | version | membership | sequence | kind | numbers ... |     int64, little-endian, signed (see `job_store`)
 
 A server counts no layers and runs no script: it makes each call that its trainer makes, in the same order. It ignores
-    a
-message that this job did not sign, or that came before. A missing message is an error.
+messages that this job did not sign, or that came before. A missing message is an error.
 """
 
 import enum

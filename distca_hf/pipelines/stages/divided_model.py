@@ -4,7 +4,7 @@
         └───────load(part)──────────────▶ one part: a stage reads only its own weights
 
 A part is a model of the same class with the same names. Modules that other parts run are replaced before weights are
-read, so they take no memory and no reading. `torch.distributed.pipelining` calls it:
+read, so they need neither memory nor reads. `torch.distributed.pipelining` calls it:
 
     schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch splits along the first dimension
         part(ids or hidden [1, T], position_ids [1, T], ..., plan [1, 1])     the number of a plan becomes the plan
