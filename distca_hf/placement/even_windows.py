@@ -1,8 +1,8 @@
 """Even windows: hands out long documents such that layers with a sliding window are even among ranks, too.
 
 Ranks meet in every layer. So layers with full attention must be even, and layers with a window as well; an even sum of
-both is not enough. Placement for full attention only gives one rank the dense end of a long document and dust, and
-another one documents of medium length. In window layers dust is light work, and everything else costs a window per
+both is not enough. Placement that balances only full attention may give one rank the dense end of a long document and
+dust, and another one documents of medium length. In window layers dust is light work, and all else costs a window per
 token:
 
     rank 0     | end of 128K | dust dust dust dust |     full: even     window of 4K: 0.6
