@@ -1,8 +1,8 @@
 """Core attention disaggregation for Hugging Face: balanced training on packed documents of any length.
 
-Importing the package makes the attention implementation "distca" known to Transformers. The launcher and the command
-line must run before torch and Transformers read the environment. So the registration waits for the module that it
-registers with.
+Importing the package registers the attention implementation "distca" with Transformers. The launcher and the command
+line must run before torch and Transformers read the environment. So the registration waits until the module with the
+registry is imported.
 """
 
 import importlib
@@ -96,7 +96,7 @@ def __dir__() -> list[str]:
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Calls `action` once the module `name` has been imported: now, if it was already."""
+    """Calls `action` once the module `name` has been imported: now, if it already is."""
     if name in sys.modules:
         action()
     else:
@@ -108,17 +108,17 @@ def attach_every_trainer() -> None:
     variable DISTCA_ATTACH=1 do. For programs whose Trainer is out of reach: call it in a file that they import.
 
     Settings come from the recipe or from variables `DISTCA_<FIELD>`. Batches stay the program's, unless
-    `tokens_per_rank` is set. Trainers that are attached already, have a `DistCACallback` or an enabled model, are left
-    as they are. When a training ends the Trainer is detached. Its `train` raises what `DistCAPlugin.attach` raises,
+    `tokens_per_rank` is set. Trainers that are already attached, or have a `DistCACallback` or an enabled model, stay
+    as they are. When a training ends, the Trainer is detached. Its `train` raises what `DistCAPlugin.attach` raises,
     and ConfigError if its class replaces the loop of `Trainer.train`.
     """
     when_imported("transformers.trainer", lambda: _apply("every_trainer"))
 
 
 class _OwnFolders(importlib.abc.MetaPathFinder):
-    """A finder of folders that are in the installed package, and next to it in a checkout.
+    """A finder of folders that are inside the installed package, or next to it in a checkout.
 
-    It is first: an editable installation has a finder, too, which would find the folders of its own checkout.
+    It comes first: an editable installation also has a finder, which would find the folders of its own checkout.
     """
 
     def find_spec(
@@ -139,7 +139,7 @@ class _OwnFolders(importlib.abc.MetaPathFinder):
 
 
 class _Watch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder of one module: it asks the finders after it, and runs their loader, then an action.
+    """A finder of one module: asks the finders after it, and runs their loader, then an action.
 
     It stays installed until an import has succeeded, because `find_spec` is also called without an import.
     """

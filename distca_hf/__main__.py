@@ -1,4 +1,4 @@
-"""`python -m distca_hf`: the `distca` command, for where its script is not on the PATH."""
+"""`python -m distca_hf`: the `distca` command, if its script is not on the PATH."""
 
 from distca_hf.cli import main
 

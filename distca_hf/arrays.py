@@ -71,8 +71,7 @@ def run_stops(starts: BoolArray) -> BoolArray:
 
 
 def chained(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Makes a column for `run_starts` that is equal along ranges which follow each other: each begins where the one
-    before it ends."""
+    """Makes a column for `run_starts` that is equal along ranges which follow each other without a gap."""
     return starts - exclusive_cumsum(lengths)
 
 
@@ -112,7 +111,7 @@ def offsets(lengths: IntArray) -> IntArray:
 
 
 def sum_by(group: IntArray, values: IntArray, num_groups: int) -> IntArray:
-    """Sums values by their groups: `[num_groups]`; exact as long as sums are below 2 ** 53."""
+    """Sums values by their groups: `[num_groups]`; exact if sums are below 2 ** 53."""
     return np.bincount(group, weights=values, minlength=num_groups).astype(np.int64)
 
 
@@ -146,7 +145,7 @@ class IndexRanges:
 
     @classmethod
     def join(cls, parts: Sequence["IndexRanges"]) -> "IndexRanges":
-        """Concatenates several into one."""
+        """Concatenates several of them."""
         return cls(
             np.concatenate([part.starts for part in parts]),
             np.concatenate([part.lengths for part in parts]),
@@ -160,7 +159,7 @@ class IndexRanges:
 
     @cached_property
     def total(self) -> int:
-        """Count of numbers in all ranges."""
+        """Number of integers in all ranges."""
         return int(self.lengths.sum())
 
     @cached_property
@@ -170,7 +169,7 @@ class IndexRanges:
 
     @property
     def numbers(self) -> IntArray:
-        """`[total]` all numbers, written out."""
+        """`[total]` all integers, written out."""
         within = ranges(0, self.lengths)
         return np.repeat(self.starts, self.lengths) + within * np.repeat(self.strides, self.lengths)
 
@@ -202,6 +201,6 @@ class IndexRanges:
         return IndexRanges.of(starts, np.minimum(stops[range_of], bounds[border + 1]) - starts)
 
     def places_in(self, whole: "IndexRanges") -> "IndexRanges":
-        """Finds the place of every number in `whole`, which is ascending and holds them all. All strides are 1."""
+        """Finds the place of every number in `whole`, which is ascending and holds all of them. All strides are 1."""
         range_of = np.searchsorted(whole.starts, self.starts, side="right") - 1
         return IndexRanges.of(whole.before[range_of] + self.starts - whole.starts[range_of], self.lengths)

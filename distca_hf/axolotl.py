@@ -1,8 +1,8 @@
-"""Plugin of axolotl, which finds it by its entry point: a section `distca:` of a YAML file balances the training.
+"""Axolotl's plugin, found by its entry point: a section `distca:` of a YAML file balances the training.
 
     distca: {}                    # or settings of DistCAPlugin, by their names
 
-Without that section nothing is changed. Packs and batches stay axolotl's, unless `tokens_per_rank` is set.
+Without that section nothing changes. Packs and batches stay axolotl's, unless `tokens_per_rank` is set.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ SECTION = "distca"
 
 
 class DistCAArguments(BaseModel):
-    """The section of axolotl's configuration. `true` stands for one without settings; null and `false` for none."""
+    """The section of axolotl's configuration. `true` means a section without settings; null and `false` mean none."""
 
     distca: dict[str, Any] | None = None
 
@@ -29,7 +29,7 @@ class DistCAArguments(BaseModel):
         """Checks names and values.
 
         Raises:
-            ConfigError: one is not a setting; axolotl shows the message.
+            ConfigError: a name is not a setting, or a value is wrong; axolotl shows the message.
         """
         if section is None or section is False:
             return None
@@ -39,7 +39,7 @@ class DistCAArguments(BaseModel):
 
 
 class BalancedTraining(BasePlugin):
-    """Attaches the Trainer that axolotl has made."""
+    """Attaches the Trainer that axolotl creates."""
 
     def get_input_args(self) -> str:
         """Returns the name of the class of the section."""

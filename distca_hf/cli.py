@@ -29,7 +29,7 @@ app = typer.Typer(
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Ends the command with status 2 and one line on stderr if bad input is refused, or a path cannot be looked at.
+    """Ends the command with status 2 and one line on stderr if input is refused, or a path is not accessible.
 
     A closed pipe (`distca plan ... | head`) is not an error: typer then ends the command silently.
     """
@@ -43,7 +43,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _print_version(wanted: bool) -> None:
-    """Prints the version and ends the command, if `--version` is given."""
+    """Prints the version and ends the command if `--version` is given."""
     if wanted:
         typer.echo(f"distca_hf {__version__}")
         raise typer.Exit
@@ -78,7 +78,7 @@ def _print_shipped(shipped: Shipped, name: str | None) -> None:
 
 
 class LauncherBehindDashes(TyperCommand):
-    """A command whose arguments after `--` are for a launcher. They become the object of the context."""
+    """A command whose arguments after `--` are for a launcher. They become the context's object."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses the arguments before `--`."""
@@ -224,7 +224,7 @@ def env() -> None:
 
 
 def main() -> None:
-    """Runs the console script. Bad usage ends with one line, like all bad input."""
+    """Runs the console script. Wrong usage ends with one line, like all wrong input."""
     try:
         sys.exit(app(standalone_mode=False))
     except Exception as error:

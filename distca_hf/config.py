@@ -1,7 +1,7 @@
 """Config: all settings, in one dataclass with groups for rarely used ones. Only this file and `launched` read the
 environment.
 
-The first of these that gives a value wins: an explicit argument, the recipe (YAML), the environment variable
+A value comes from the first of these that gives one: an explicit argument, the recipe (YAML), the environment variable
 `DISTCA_<FIELD>` or `DISTCA_<GROUP>_<FIELD>`, the default.
 """
 
@@ -22,7 +22,7 @@ ENVIRONMENT_PREFIX = "DISTCA_"
 # Environment variable with the settings of the recipe that started this process: JSON, by the names of `fields_of`.
 OF_RECIPE = "DISTCA_SETTINGS_OF_RECIPE"
 # Chunks of an exchange if the group spans nodes: the first chunk is attended while the others are sent. More chunks
-# start more kernels, fewer hide less (docs/design.md, "Chunks hide slow links").
+# start more kernels, fewer hide less (docs/design.md, "Chunks hide a slow network").
 CHUNKS_BETWEEN_NODES = 4
 # Longest deadline. Gloo counts nanoseconds in 64 bits: a deadline beyond 292 years overflows.
 LONGEST_SECONDS = 1e9
@@ -118,7 +118,7 @@ class Debug(Settings):
 @described
 @dataclass(kw_only=True)
 class Timeouts(Settings):
-    """Deadlines after which a run ends with an error that names the ranks that were waited for.
+    """Deadlines after which a run ends with an error that names the missing ranks.
 
     Raises:
         ConfigError: a deadline is not positive, or too long.
@@ -274,17 +274,17 @@ class DistCAConfig(Settings):
 
     def __post_init__(self) -> None:
         self.check_values(DistCAConfig)
-        # Equal settings are equal texts: ranks compare them.
+        # One text for each meaning: ranks compare texts.
         vars(self)["attention_servers"] = ",".join(map(str, read_servers(self.attention_servers)))
 
     def check_places(self, maker: str) -> None:
         """Checks that the size of placed batches is known.
 
         Args:
-            maker: what makes or takes them.
+            maker: what makes or takes them, for the message.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is not known.
         """
         if not self.tokens_per_rank:
             raise ConfigError(
@@ -295,15 +295,15 @@ class DistCAConfig(Settings):
 
     @property
     def node_size(self) -> int:
-        """Ranks that share a node, as far as is known; 0: all of them."""
+        """Ranks that share a node, if known; 0: all of them."""
         return self.ranks_per_node
 
     def topology(self, num_ranks: int) -> Topology:
-        """Returns which ranks share a node: all of them, unless it is known how many do."""
+        """Returns which ranks share a node: all of them, unless their number is known."""
         return Topology(num_ranks, self.node_size or num_ranks)
 
     def num_chunks(self, topology: Topology) -> int:
-        """Returns the chunks of every exchange between these ranks, at most."""
+        """Returns the most chunks of an exchange between these ranks."""
         return self.exchange_chunks or (1 if topology.num_nodes == 1 else CHUNKS_BETWEEN_NODES)
 
     def shared_settings(self) -> dict[str, object]:
@@ -332,7 +332,7 @@ def config_of(settings: Mapping[str, object]) -> DistCAConfig:
 
 
 def unknown_environment_settings() -> dict[str, str | None]:
-    """Returns variables that begin with `DISTCA_` and set nothing, each with the one that is most likely meant."""
+    """Returns variables that begin with `DISTCA_` and set nothing, each with the variable that is probably meant."""
     variables = {
         variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
     }

@@ -1,7 +1,7 @@
-"""Cost of attention: attended pairs, as a mask has them, and bytes of the rows that move.
+"""Cost of attention: attended pairs of a mask, and bytes of the rows that move.
 
-A causal query token at position p of its document attends p + 1 keys. Work is counted in such pairs, once for all
-heads: the same factor for every task, and exact integers up to documents of 2 ** 31 tokens.
+A causal query token at position p of its document attends p + 1 keys. Work is counted in these pairs, once for all
+heads: heads are the same factor for every task, and pairs are exact integers up to documents of 2 ** 31 tokens.
 
     keys        0 1 2 3 4 5        0 1 2 3 4 5        0 1 2 3 4 5
     query 0     x                  x                  x
@@ -14,7 +14,7 @@ heads: the same factor for every task, and exact integers up to documents of 2 *
 Planning and placement get pairs and positions only from a `Mask`. A `DocumentCost` is the quantity that placement
 balances: a sum over the masks of a model's layers (`Cost`), or one weighted by kernel times.
 
-Bytes of a token follow from a model's heads, and so do the groups that plans divide heads into. Training reads them
+Bytes of a token follow from a model's heads, and so do the groups into which plans divide heads. Training reads them
 from the model's configuration, `distca plan` from a config.json.
 """
 
@@ -31,13 +31,13 @@ from distca_hf.errors import ConfigError
 
 Work = Callable[[int, int, int], int]  # (document, start, stop) -> work of these query tokens
 
-# Maximum number of head groups: eight parts of a document balance eight ranks, more only make index tensors longer.
+# Maximum number of head groups: eight parts of a document balance eight ranks; more only make index tensors longer.
 ENOUGH_GROUPS = 8
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes of one token in one layer, all heads together: of its query, its output, and its key and value.
+    """Bytes of one token in one layer, for all heads: of its query, its output, and its key and value.
 
     The defaults are from an 8B Llama in bf16: 32 query heads, 8 KV heads, 128 dimensions each.
     """
@@ -59,15 +59,15 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The keys that a query attends: its own and the ones before it in its document, all of them or a window's.
+    """The keys that a query attends: its own and earlier ones of its document, all of them or those in a window.
 
     Attributes:
-        window_tokens: keys that a query attends at most, its own among them; None for the whole causal prefix.
-        chunked: whether the window stands still: documents are divided into chunks of `window_tokens`, and a query
-            attends inside its chunk (Llama 4). Otherwise it slides.
+        window_tokens: most keys that a query attends, including its own; None for the whole causal prefix.
+        chunked: whether documents are divided into chunks of `window_tokens`, and a query attends only within its
+            chunk (Llama 4). Otherwise the window slides.
 
     Raises:
-        ConfigError: a window below 1, or chunks of no length.
+        ConfigError: the window is below 1, or chunks have no length.
     """
 
     window_tokens: int | None = None
@@ -103,7 +103,7 @@ class Mask:
         return np.maximum(0, start + 1 - self.window_tokens)
 
     def cuts(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """Finds queries inside of ranges [start, stop) that attend no key before them: those that begin a chunk.
+        """Finds queries inside ranges [start, stop) that attend no earlier key: those that begin a chunk.
 
         Returns:
             `[cuts]` index of the range, and position of the query; sorted by both.
@@ -116,7 +116,7 @@ class Mask:
         return np.repeat(np.arange(len(starts)), counts), ranges(first, counts) * self.window_tokens
 
     def before(self, tokens: IntArray, distance: IntArray) -> tuple[IntArray, IntArray]:
-        """Says how the queries of ranges attend to keys before the range. Ranges must already be cut at `cuts`.
+        """Returns how the queries of ranges attend to keys before the range. Ranges must already be cut at `cuts`.
 
             keys        2 3 4    (5 is between keys and queries: distance 1)     window of 5 tokens
             query 6     x x x    its first key is 6 + 1 - 5 = 2
@@ -162,7 +162,7 @@ class Mask:
         return causal_pairs_of(rising_starts, rising_stops) + queries_in_full * self.window_tokens
 
     def pairs_inside(self, starts: IntArray, stops: IntArray) -> IntArray:
-        """Counts the pairs whose query and key lie in one range [start, stop); below 2 ** 63."""
+        """Counts the pairs whose query and key are in the same range [start, stop); below 2 ** 63."""
         if self.window_tokens is not None and self.chunked:
             border = np.minimum(self.first_key(starts) + self.window_tokens, stops)
             return causal_pairs_of(np.zeros_like(starts), border - starts) + self.pairs_of(border, stops)
@@ -204,14 +204,14 @@ CAUSAL_LAYERS: LayerMasks = ((CAUSAL_MASK, 1),)
 
 
 class DocumentCost(Protocol):
-    """The cost that placement balances: exact integers. The cost of a token is at least that of the token before it,
-    except where a chunk begins (`Mask`): such costs are balanced less well."""
+    """The cost that placement balances: exact integers. A token costs at least as much as the token before it, except
+    at the beginning of a chunk (`Mask`): costs with chunks are balanced less well."""
 
     def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
         """Returns the work of query ranges [start, stop) of documents of these lengths; below 2 ** 63."""
 
     def of_documents(self, document_tokens: Sequence[int]) -> Work:
-        """Makes a function (document, start, stop) of the same work, for code that calls it a million times."""
+        """Returns a function (document, start, stop) of the same work, for code that calls it a million times."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Cost:
             raise ConfigError(f"{few[0][1]} layers have {few[0][0].in_words}; the number must be at least 1")
 
     def work(self, start: int, stop: int) -> int:
-        """Counts attended pairs of the query range [start, stop) of a document, all layers together; exact."""
+        """Counts attended pairs of the query range [start, stop) of a document in all layers; exact."""
         return sum(count * mask.pairs(start, stop) for mask, count in self.layers)
 
     def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
@@ -246,8 +246,8 @@ class Cost:
         return np.sum(work, axis=0, dtype=np.int64)
 
     def of_documents(self, document_tokens: Sequence[int]) -> Work:
-        """Makes a function (document, start, stop) of `work`."""
-        if self == CAUSAL:  # without a call of another function
+        """Returns a function (document, start, stop) of `work`."""
+        if self == CAUSAL:  # avoids a call of another function
             return lambda document, start, stop: (stop * (stop + 1) - start * (start + 1)) // 2
         return lambda document, start, stop: self.work(start, stop)
 
@@ -256,12 +256,12 @@ CAUSAL = Cost()
 
 
 def imbalance(work: Sequence[float] | IntArray, speeds: Sequence[float] = ()) -> float:
-    """Divides the maximum by the mean work of the ranks: 1.0 is perfect, and the value of an empty batch.
+    """Returns maximum over mean work of the ranks: 1.0 is perfect, and the value of an empty batch.
 
     Args:
         work: `[ranks]` work.
         speeds: `[ranks]` relative speeds, 0 for a rank that computes nothing. The longest time is then divided by the
-            time in which all ranks together do the work. Empty where all ranks are equally fast.
+            time in which all ranks together do the work. Empty if all ranks are equally fast.
     """
     total = sum(int(value) for value in work)
     if not total:
@@ -281,7 +281,7 @@ class Heads:
         key_value: heads of keys and values; several query heads may share one.
         dim: numbers of one head of a query or key.
         value_dim: numbers of one head of a value or output.
-        groups: groups that plans divide the heads into.
+        groups: groups into which plans divide the heads.
     """
 
     query: int
@@ -311,7 +311,7 @@ class Heads:
         )
 
     def groups_of_rank(self, tensor_ranks: int) -> int:
-        """Returns the number of groups that plans divide the heads of a tensor rank into."""
+        """Returns the number of groups into which plans divide the heads of a tensor rank."""
         return self.groups if tensor_ranks == 1 else divide_heads(max(1, self.key_value // tensor_ranks))
 
     def token_bytes(self, number_bytes: int = 2) -> TokenBytes:
@@ -324,12 +324,12 @@ class Heads:
 
 
 def head_groups(config: Mapping[str, Any], ranks: int = 1) -> int:
-    """Returns the number of groups that plans divide heads into; 1 if the configuration has no number of heads.
+    """Returns the number of groups into which plans divide heads; 1 if the configuration has no number of heads.
 
     A group is one KV head, or several of them, with the query heads that share them.
 
     Args:
-        ranks: tensor ranks that the heads of a layer are divided between; each has its own groups.
+        ranks: tensor ranks that divide the heads of a layer; each has its own groups.
     """
     key_value = 0
     for name, value in config.items():  # some models have other numbers in some layers

@@ -1,7 +1,7 @@
-"""Every error distca_hf raises on purpose, and text that several messages share.
+"""Every error that distca_hf raises on purpose, and text that several messages share.
 
 A message names the event, the place (rank, step, layer, document), the two numbers that disagree, and a remedy. Each
-class is also the builtin a caller would expect, so `except ValueError` keeps working.
+class is also the builtin that a caller would expect, so `except ValueError` keeps working.
 """
 
 import difflib
@@ -9,7 +9,7 @@ import re
 from collections import abc
 
 
-# Characters of another package's message that a message of ours holds.
+# Most characters of another package's message in one of ours.
 LONGEST_LINE = 300
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -23,7 +23,7 @@ class ConfigError(DistCAError, ValueError):
 
 
 class UnknownSettingError(ConfigError, TypeError):
-    """A setting without a name, or with one that is not known: most likely misspelt."""
+    """A setting without a name, or with an unknown one, which is probably misspelt."""
 
 
 class VersionError(DistCAError, ImportError):
@@ -39,19 +39,19 @@ class ReportError(DistCAError, ValueError):
 
 
 class PlanError(DistCAError, ValueError):
-    """A plan that breaks its own invariants, or one that is no longer there."""
+    """A plan that breaks its own invariants, or no longer exists."""
 
 
 class UnsupportedAttentionError(DistCAError, NotImplementedError):
-    """A model, layer or kernel asks for something core attention here does not compute."""
+    """A model, layer or kernel asks for something that core attention does not compute here."""
 
 
 class CheckpointError(DistCAError, OSError):
-    """A checkpoint that a rank could not write, or not read."""
+    """A checkpoint that a rank could not write or read."""
 
 
 class NotFiniteError(DistCAError, ArithmeticError):
-    """A number that is infinite or none, found because the setting `debug.check_finite` asks for it."""
+    """A number that is infinite or NaN, found with the setting `debug.check_finite`."""
 
 
 class PlanMismatchError(DistCAError, RuntimeError):
@@ -75,8 +75,8 @@ class StepTimeoutError(DistCAError, TimeoutError):
 
 
 def printable(text: str) -> str:
-    """Returns a text of a file or of another process without characters that a terminal would follow: escapes, other
-    control characters, marks of the direction of writing. Ends of lines stay."""
+    """Returns a text of a file or of another process without characters that a terminal would obey: escapes, other
+    control characters, marks of writing direction. Line ends stay."""
     return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -86,7 +86,7 @@ def first_line(error: BaseException) -> str:
 
 
 def and_more(others: int) -> str:
-    """Returns text for other wrong things, to follow the first one in a message; nothing if there are none."""
+    """Returns text that counts further wrong things, to follow the first one in a message; empty if there are none."""
     return f" (and {others} more like it)" if others else ""
 
 
@@ -98,6 +98,6 @@ def nearest(name: object, known: abc.Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: object, known: abc.Iterable[str]) -> str:
-    """Returns a question with the nearest known name, to follow a message; nothing if none is similar."""
+    """Returns a question with the nearest known name, to follow a message; empty if none is similar."""
     near = nearest(name, known)
     return f" Did you mean {near!r}?" if near else ""

@@ -1,7 +1,7 @@
 """Flops: floating-point operations and time of a training step; and GPUs by name, with memory and peak rates.
 
 Matrices are counted per token, core attention per attended pair. Utilisation, the share of attention in a step, and
-the time of waiting for unequal work follow from these. What is said of GPUs elsewhere comes from here.
+the time spent waiting for unequal work follow from these. All facts about GPUs come from here.
 """
 
 import re
@@ -39,12 +39,12 @@ ATTENTION_BACKWARD = 2.5
 class StepCost:
     """Seconds of one token and of one attended pair on a rank, forward and backward of all layers.
 
-    Left out are exchanges (computation hides them on a fast network), the optimizer, and time of the host in
-    steps of few tokens.
+    Leaves out exchanges (computation hides them on a fast network), the optimizer, and time of the host in steps of
+    few tokens.
 
     Attributes:
         token_seconds: time of a token that the rank holds, without attention.
-        pair_seconds: time of a (query, key) pair that the rank attends, all heads and layers together.
+        pair_seconds: time of a (query, key) pair that the rank attends, in all heads and layers.
     """
 
     token_seconds: float
@@ -80,8 +80,8 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Costs of the layers of a model, without its head: of their forward pass, and of their backward pass with all
-    that is recomputed in it."""
+    """Costs of the layers of a model, without its head: of their forward pass, and of their backward pass including
+    recomputation."""
 
     forward: StepCost
     backward: StepCost
@@ -89,12 +89,12 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Operations of a model's forward and backward pass, all layers together.
+    """Operations of a model's forward and backward pass, in all layers.
 
     Attributes:
-        token_forward, token_backward: operations of all matrices for one token; of a mixture, of the experts that a
-            token is sent to.
-        head_forward: the part of `token_forward` of the last matrix, which checkpointing does not recompute.
+        token_forward, token_backward: operations of all matrices for one token; in a mixture, only of the experts that
+            a token is sent to.
+        head_forward: the last matrix's part of `token_forward`, which checkpointing does not recompute.
         pair_forward: operations of core attention for one attended pair.
     """
 
@@ -114,7 +114,7 @@ class StepFlops:
 
     @property
     def layers_forward(self) -> float:
-        """Operations of all matrices but the last one, for one token."""
+        """Operations of all matrices except the last one, for one token."""
         return self.token_forward - self.head_forward
 
     def useful(self, tokens: float, pairs: float) -> float:
@@ -145,8 +145,8 @@ class StepFlops:
         return StepCost(token_flops / rates.matrix, self.pair_forward * pair_seconds)
 
     def pass_costs(self, *, recomputes_layers: bool, recomputes_attention: bool, rates: Rates = H200) -> PassCosts:
-        """Returns the seconds of a token and of a pair in the layers, forward and backward apart. Arguments: see
-        `cost`."""
+        """Returns the seconds of a token and of a pair in the layers, separately for forward and backward. Arguments:
+        see `cost`."""
         head_backward = self.head_forward * self.token_backward / self.token_forward
         backward_flops = self.token_backward - head_backward + recomputes_layers * self.layers_forward
         backward_seconds = (
@@ -158,8 +158,8 @@ class StepFlops:
         )
 
 
-# Costs of an 8B Llama whose layers are checkpointed, for a training whose model is not known: 218,103,808 weights in
-# each of 32 layers, with 32 heads of 128 dimensions.
+# Costs of an 8B Llama with checkpointed layers, used if the model is unknown: 218,103,808 weights in each of 32
+# layers, with 32 heads of 128 dimensions.
 LLAMA_8B_COSTS = StepFlops.of(32 * 218_103_808, 32 * 218_103_808, 2 * (128 + 128) * 32 * 32).pass_costs(
     recomputes_layers=True, recomputes_attention=False
 )
@@ -170,7 +170,7 @@ class Gpu:
     """A device that a model is checked for, or steps are simulated on.
 
     Attributes:
-        name: as it is given.
+        name: as given.
         device_type: "cuda" or "cpu".
         compute_capability: generation (major version); None for a CPU.
         gib: memory in GiB; None for a CPU.
@@ -186,7 +186,7 @@ class Gpu:
 
 # Memory that nvidia-smi shows; 143,771 MiB of an H200.
 H200_GIB, H100_GIB, A100_GIB = 140.4, 79.6, 79.3
-# Compute capability (major version), GiB of memory, of other GPUs the number of the data sheet, and peak rate.
+# Compute capability (major version), GiB of memory (of other GPUs from the data sheet), and peak rate.
 GPUS = {
     name: Gpu(name, "cuda", capability, gib, peak)
     for name, capability, gib, peak in (
@@ -223,7 +223,7 @@ def find_gpu(name: str) -> Gpu:
     """Returns the GPU of a name.
 
     Raises:
-        ConfigError: it is not known; names the nearest one.
+        ConfigError: it is unknown; names the nearest one.
     """
     known = GPUS.get(name.lower())
     if known is None:
@@ -232,8 +232,8 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpu_of_device(device: str) -> Gpu | None:
-    """Returns the GPU that a device is, by the name that torch has for it, such as "NVIDIA H100 80GB HBM3"; None of an
-    unknown one, and of a part of a GPU (MIG), which has neither its memory nor its rate."""
+    """Returns the GPU by torch's name of the device, such as "NVIDIA H100 80GB HBM3". None if it is unknown, or a part
+    of a GPU (MIG), which has neither its memory nor its rate."""
     if "MIG" in device:
         return None
     known = []
@@ -246,6 +246,6 @@ def gpu_of_device(device: str) -> Gpu | None:
 
 
 def peak_flops(device: str) -> float | None:
-    """Returns dense bf16 operations per second of a device; None if unknown, and as `gpu_of_device`."""
+    """Returns dense bf16 operations per second of a device; None in the same cases as `gpu_of_device`."""
     gpu = gpu_of_device(device)
     return None if gpu is None else gpu.peak_flops

@@ -1,4 +1,4 @@
-"""Launch check: refuses a line of `distca train` that cannot work, in one line and before any process is started."""
+"""Launch check: refuses a command line of `distca train` that cannot work, before any process is started."""
 
 import argparse
 import ast
@@ -22,12 +22,12 @@ from distca_hf.run import LAUNCHER, read_command
 from distca_hf.settings import names_of
 
 
-# Names at the top level of a script that takes part.
+# Top-level names of a script that takes part.
 ARGUMENTS, CHECK = "ARGUMENTS", "check"
-# Name of the script as a module: not its own, which a library may have.
+# Name of the script as a module: its own name could be a library's.
 SCRIPT = "distca_train_script"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-# Arguments of Transformers that are a file or folder, unless they are JSON.
+# Transformers' arguments that are a file or folder, unless they are JSON.
 PATHS = ("resume_from_checkpoint", "deepspeed", "fsdp_config")
 
 
@@ -35,8 +35,8 @@ def check_launch(line: Sequence[str]) -> None:
     """Checks a line of `launch_line`. Accelerate's own functions read the configuration.
 
     A script takes part if it has `ARGUMENTS` at its top level: the dataclasses that it gives to `HfArgumentParser`.
-    They parse its arguments. If it also has a function `check`, that gets the parsed arguments, and refuses wrong ones
-    by `SystemExit` with a message. No hub is asked.
+    They parse its arguments. If it also has a function `check`, this gets the parsed arguments, and refuses wrong ones
+    by `SystemExit` with a message. Makes no requests to the Hub.
 
     Raises:
         ConfigError: processes, the script or its arguments cannot work; says why and what to do.
@@ -110,7 +110,7 @@ def _check_script(recipe: Recipe, script: Path, arguments: Sequence[str], of_lau
         raise ConfigError(f"{script} is not a Python script: {first_line(error)}") from error
     assigned = (ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
     if not any(line.startswith((f"{ARGUMENTS} =", f"{ARGUMENTS}:")) for line in assigned):
-        return  # to import any other script may be to train
+        return  # importing any other script might start training
     with _quiet(), variables(OFFLINE):
         module = _imported(script)
         parsed = _parse(getattr(module, ARGUMENTS), recipe, script, arguments, of_launcher)
@@ -137,7 +137,7 @@ def _check_script(recipe: Recipe, script: Path, arguments: Sequence[str], of_lau
 def _parse(
     kinds: Any, recipe: Recipe, script: Path, arguments: Sequence[str], of_launcher: frozenset[str]
 ) -> argparse.Namespace:
-    """Returns the arguments as the script gets them, without making objects of them, which would look for devices."""
+    """Returns the arguments as the script gets them, without creating their objects, which would look for devices."""
     from transformers import HfArgumentParser
 
     parser = HfArgumentParser(kinds, allow_abbrev=False, prog=script.name)
@@ -163,7 +163,7 @@ def _parse(
 
 
 def _refuse_as(parser: argparse.ArgumentParser, program: str) -> None:
-    """Makes a parser raise ConfigError, where it would print its usage and end the process."""
+    """Makes a parser raise ConfigError instead of printing its usage and ending the process."""
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{program}: {message}")

@@ -1,9 +1,9 @@
-"""Launched: numbers that a launcher gave to this process, and its role: it trains, or is an attention server.
+"""Launched: numbers that a launcher gave to this process, and its role: trainer or attention server.
 
 Apart from the settings (`config`), this is the only place that reads the environment.
 
 An attention server computes attention for trainers, and has no weights. Servers are the last processes of their node.
-The others train, and are numbered as if nothing else had been launched. So all libraries count only trainers.
+The others train, and are numbered as if no servers had been launched, so all libraries count only trainers.
 """
 
 import os
@@ -16,12 +16,12 @@ from pathlib import Path
 from distca_hf.errors import ConfigError
 
 
-# Variable of the environment that says how many servers each node has, once roles are taken: "1,1".
+# Environment variable with the number of servers of each node, once roles are taken: "1,1".
 LAUNCHED_SERVERS = "DISTCA_LAUNCHED_SERVERS"
-# Variable of the environment that asks for every Trainer of the process to be attached: 1 or 0.
+# Environment variable that makes every Trainer of the process attached: 1 or 0.
 ATTACH = "DISTCA_ATTACH"
-# Variable of the environment with the secret that the processes of a job share, and the file in which the first
-# process of a node leaves it for the others.
+# Environment variable with the secret that the processes of a job share, and the file in which the first process of a
+# node leaves it for the others.
 JOB_SECRET, SECRET_FILE = "DISTCA_JOB_SECRET", "distca_job_secret"
 # Exit status of an attention server that has nobody to serve: the trainers or their launcher are gone.
 TRAINERS_GONE = 3
@@ -54,8 +54,8 @@ class Role:
     def environment(self) -> dict[str, str]:
         """Returns the variables that number this process.
 
-        LOCAL_RANK, and so the device, stays as it was launched; so does the number of the node. Servers are ranks
-        after all trainers: no line of a log then has the rank of both.
+        LOCAL_RANK, and so the device, stays as launched; so does the number of the node. Servers get the ranks after
+        all trainers, so ranks in log lines are unique.
         """
         launched = {LAUNCHED_SERVERS: ",".join(map(str, self.servers_of_nodes))}
         if self.is_server:
@@ -96,7 +96,8 @@ class LaunchedProcess:
             attention_servers: servers of every node, or one number per node; at least one server.
 
         Raises:
-            ConfigError: nodes have unequally many processes, or trainers; or nobody trains. Shows the arithmetic.
+            ConfigError: nodes have unequal numbers of processes or trainers, or no process trains. Shows the
+                arithmetic.
         """
         here, nodes = self.local_world_size, self.num_nodes
         if self.world_size != here * nodes or self.rank != here * self.node + self.local_rank:
@@ -150,16 +151,16 @@ def launched_error_file() -> str | None:
 
 
 def launched_world_size() -> int:
-    """Returns the number of processes the launcher started (1 without a launcher)."""
+    """Returns the number of processes that the launcher started (1 without a launcher)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_store() -> tuple[str, int, int]:
-    """Returns host and port of the store that the launcher keeps next to its processes, and how often it has started
-    them before.
+    """Returns host and port of the store that the launcher keeps next to its processes, and the number of earlier
+    starts.
 
     Raises:
-        ConfigError: it keeps none.
+        ConfigError: the launcher keeps no store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "MASTER_ADDR" not in os.environ:
         raise ConfigError(NO_STORE)
@@ -168,13 +169,13 @@ def launched_store() -> tuple[str, int, int]:
 
 
 def job_secret() -> str:
-    """Returns the secret with which trainers and attention servers of this job sign what they write for each other: as
-    the environment has it; on a single node else from a file that only this user can read, in the folder that the
-    launcher made for this attempt. The first process writes it.
+    """Returns the secret with which trainers and attention servers of this job sign their messages. It comes from the
+    environment or, on a single node, from a file that only this user can read, in the launcher's folder for this
+    attempt. The first process writes the file.
 
     Raises:
-        ConfigError: there are several nodes and the environment has none; or no such folder exists, or none that
-            can be written to.
+        ConfigError: there are several nodes and the environment has no secret; or there is no folder that can be
+            written to.
     """
     if given := os.environ.get(JOB_SECRET):
         return given
@@ -218,10 +219,10 @@ def launched_servers() -> tuple[int, ...]:
 
 
 def launched_process() -> LaunchedProcess:
-    """Returns the numbers that the launcher gave to this process, to take its role by.
+    """Returns the numbers that the launcher gave to this process, from which its role follows.
 
     Raises:
-        ConfigError: no launcher with a store started it, or roles were taken before.
+        ConfigError: it was not started by a launcher with a store, or roles were already taken.
     """
     if not is_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ConfigError(NO_STORE)
@@ -241,8 +242,8 @@ def launched_process() -> LaunchedProcess:
 
 
 def is_launched() -> bool:
-    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks. Schedulers
-    of clusters number nodes by the first two names."""
+    """Returns whether a launcher (torchrun, accelerate launch) started this process as one of its ranks. The first two
+    names do not suffice: cluster schedulers number nodes by them."""
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(os.environ)
 
 
@@ -250,7 +251,7 @@ def read_servers(attention_servers: str) -> tuple[int, ...]:
     """Returns the numbers in the setting `attention_servers`: one for all nodes, or one for each.
 
     Raises:
-        ConfigError: there is something else.
+        ConfigError: the setting is something else.
     """
     parts = [part.strip() for part in attention_servers.split(",")]
     if not all(part.isdecimal() for part in parts):
@@ -277,7 +278,7 @@ def servers_of_nodes(attention_servers: str, num_nodes: int) -> tuple[int, ...]:
 
 
 def _check_trainers(attention_servers: str, servers: tuple[int, ...], processes: int) -> None:
-    """Checks that some processes train, and equally many on every node that has any; shows the arithmetic."""
+    """Checks that some processes train, equally many on every node that has any; the error shows the arithmetic."""
     trainers = [processes - count for count in servers]
     shown = ", ".join(
         f"{processes} - {count} = {left} on node {node}"
@@ -309,7 +310,7 @@ def check_launched_servers(attention_servers: str, trainers_attend: bool, launch
         launched: servers of each node that were launched; () for none.
 
     Raises:
-        ConfigError: it asks for others, or only servers may attend and there are none.
+        ConfigError: it asks for other servers, or only servers may attend and there are none.
     """
     wanted = read_servers(attention_servers)
     if not any(launched):

@@ -1,5 +1,5 @@
-"""Layout: the tokens of one global micro-batch that each rank holds; and topology: which ranks share a node, and with
-it fast links. Placement makes layouts, planning reads them.
+"""Layout: the tokens of one global micro-batch that each rank holds; and topology: which ranks share a node and its
+fast network. Placement makes layouts, planning reads them.
 
     documents   d0: 0 1 2 3 4 5 6 7      d1: 0 1 2      d2: 0
 
@@ -8,11 +8,11 @@ it fast links. Placement makes layouts, planning reads them.
 
 Rows of a rank are its segments in order, then padding rows. Padding belongs to no document: nothing attends to it.
 
-A *stripe* marks a long part of a document whose tokens lie on consecutive ranks of one node. These ranks divide its
+A *stripe* marks a long part of a document whose tokens are on consecutive ranks of one node. These ranks divide its
 heads instead of its queries. Placement sets the mark, planning divides the heads.
 
-    ranks         0  1  2  3 | 4  5        ranks that train in the order of their nodes, then ranks without tokens
-    node_of       0  0  1  1 | 1  2        these on any node, or on their own nodes
+    ranks         0  1  2  3 | 4  5        ranks that train in the order of their nodes, then ranks without tokens,
+    node_of       0  0  1  1 | 1  2        which may be on any node, or on separate nodes
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from distca_hf.errors import ConfigError, PackingError, and_more
 
 # Longest document, in tokens: positions are 31 bits of a sort key (`planning.pieces`).
 MAX_DOCUMENT_TOKENS = 2**31 - 1
-# Multiple of tokens that cuts of documents fall on where they are free to: attention kernels work in tiles of 128.
+# Cuts of documents fall on multiples of this if possible: attention kernels work in tiles of 128 tokens.
 TILE_TOKENS = 128
 
 
@@ -88,7 +88,7 @@ class Topology:
     Attributes:
         num_ranks: all ranks.
         ranks_per_node: ranks with tokens that share a node.
-        extra_nodes: node of each rank without tokens; nodes that have only such ranks are numbered after all others.
+        extra_nodes: node of each rank without tokens; nodes that have only these are numbered after all others.
 
     Raises:
         ConfigError: a number is below 1, or a node below 0.
@@ -127,7 +127,7 @@ class Topology:
         return np.concatenate([of_trainers, np.array(self.extra_nodes, dtype=np.int64)])
 
     def ranks_of(self, node: int) -> range:
-        """Returns the ranks of a node that hold tokens: and train."""
+        """Returns the ranks of a node that hold tokens and train."""
         return range(node * self.ranks_per_node, min(self._num_trainers, (node + 1) * self.ranks_per_node))
 
 
@@ -160,7 +160,7 @@ class Layout:
         document_tokens: `[documents]` tokens of each document of the global micro-batch.
         segment_document, segment_start, segment_stop: `[segments]` ranges of tokens, grouped by rank, in row order.
         rank_segments: `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`.
-        rank_rows: `[ranks]` rows of each rank, padding included.
+        rank_rows: `[ranks]` rows of each rank, including padding.
         stripes: parts of documents whose heads are divided.
     """
 
@@ -205,7 +205,7 @@ class Layout:
     def from_packs(cls, packs: Sequence[Sequence[int] | IntArray]) -> "Layout":
         """Makes a layout of whole documents from each rank's document lengths, in row order.
 
-        A rank without tokens has one row of padding, because models cannot run on none.
+        A rank without tokens has one row of padding, because models cannot run without rows.
 
         Raises:
             PackingError: a length is out of range.
@@ -235,7 +235,7 @@ class Layout:
 
     @cached_property
     def cut_documents(self) -> int:
-        """Documents that lie in several segments."""
+        """Number of documents in several segments."""
         return int(np.count_nonzero(np.bincount(self.segment_document, minlength=1) > 1))
 
     @cached_property
@@ -267,7 +267,7 @@ class Layout:
 
     @cached_property
     def rank_tokens(self) -> IntArray:
-        """`[ranks]` tokens each rank holds, without padding."""
+        """`[ranks]` tokens that each rank holds, without padding."""
         first = offsets(self.segment_tokens)
         return first[self.rank_segments[1:]] - first[self.rank_segments[:-1]]
 
@@ -285,13 +285,13 @@ class Layout:
         return pairs[self.rank_segments[1:]] - pairs[self.rank_segments[:-1]]
 
     def padded(self, multiple: int, most_rows: int) -> "Layout":
-        """Pads every rank to the same number of rows: a multiple, but no more than `most_rows`."""
+        """Pads every rank to the same number of rows: a multiple of `multiple`, but at most `most_rows`."""
         fullest = int(self.rank_tokens.max(initial=0))
         rows = max(min(ceil_div(fullest, multiple) * multiple, most_rows), fullest, 1)
         return replace(self, rank_rows=np.full(self.num_ranks, rows, dtype=np.int64))
 
     def with_extra_ranks(self, count: int) -> "Layout":
-        """Returns the same layout with so many ranks after the others, without segments and without rows.
+        """Returns the same layout followed by this many ranks without segments and rows.
 
         Stripes stay: their ranks keep their numbers.
         """
@@ -318,7 +318,7 @@ class Layout:
         Raises:
             PackingError: names the first document or rank that is wrong.
         """
-        # 1. Every rank has a slice of the segments, and every segment a document, whose positions fit a sort key.
+        # 1. Every rank has a slice of the segments, and every segment a document with positions that fit a sort key.
         borders, num_segments = self.rank_segments, len(self.segment_document)
         if (
             len(borders) != self.num_ranks + 1
@@ -341,7 +341,7 @@ class Layout:
                 f"most {MAX_DOCUMENT_TOKENS}"
             )
 
-        # 2. Each segment begins where the one before it ends, and the last ends with its document.
+        # 2. Segments of a document follow each other without a gap, and the last ends with it.
         order = np.lexsort((self.segment_start, self.segment_document))
         document, start, stop = self.segment_document[order], self.segment_start[order], self.segment_stop[order]
         gap = first_gap(start, stop, run_starts(document))
@@ -360,7 +360,7 @@ class Layout:
                 f"document {at} has {self.document_tokens[at]} tokens, its segments cover {covered[at]}"
             )
 
-        # 3. Ranks have rows enough, and stripes lie on their ranks.
+        # 3. Ranks have enough rows, and stripes are on their ranks.
         full = np.flatnonzero(self.rank_rows < self.rank_tokens)
         if len(full):
             at = full[0]

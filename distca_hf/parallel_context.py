@@ -1,9 +1,9 @@
-"""Parallel context: the settings of a training, and the ranks that follow them together.
+"""Parallel context: the settings of a training, and the ranks that share them.
 
-Everything that trains together is given the same context. Models, loaders and callbacks neither open process groups
-nor ask them. A context belongs to one group of ranks: the whole job, or a part of it. Ranks are numbered within the
-group; messages say "of the job" when they mean the number in the job. The whole job may be a grid of stages, data and
-tensor ranks. The ranks of a part differ only in data.
+Everything that trains together gets the same context. Models, loaders and callbacks neither open process groups nor
+query them. A context belongs to one group of ranks: the whole job, or a part of it. Ranks are numbered within the
+group; messages say "of the job" for the number in the job. The whole job may be a grid of stages, data and tensor
+ranks. The ranks of a part differ only in data.
 """
 
 import weakref
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Annex:
-    """What ranks without tokens add to a training: nothing, in a job without any.
+    """What ranks without tokens add to a training: nothing here, for jobs without any.
 
     Args:
         context: of the ranks that train.
@@ -53,18 +53,18 @@ class Annex:
 
     @property
     def extra_ranks(self) -> ExtraRanks | None:
-        """Ranks without tokens that were launched; None if there are none."""
+        """Launched ranks without tokens; None if there are none."""
         return None
 
     def check_grid(self, grid: Grid) -> None:
-        """Refuses a grid of the ranks that train.
+        """Refuses a grid of the ranks that train if ranks without tokens cannot compute for it.
 
         Raises:
-            ConfigError: ranks without tokens cannot compute for it.
+            ConfigError: names the reason.
         """
 
     def transport(self, device: torch.device) -> Transport:
-        """Returns the transport for batches that are trained on, see `ParallelContext.training_transport`."""
+        """Returns the transport for training batches, see `ParallelContext.training_transport`."""
         return self._context.transport(device)
 
     def cannot_attach(self, trainer: "Trainer") -> Iterable[str]:
@@ -72,7 +72,7 @@ class Annex:
         return ()
 
     def attach(self, trainer: "Trainer", attachment: Any) -> None:
-        """Adds to a Trainer what they need, until it is detached.
+        """Adds to a Trainer what ranks without tokens need, until it is detached.
 
         Args:
             attachment: undoes it, an `integrations.trainer.attachment.Attachment`.
@@ -85,7 +85,7 @@ class Annex:
         yield nullcontext()
 
     def close(self) -> None:
-        """Ends its connections."""
+        """Closes the connections of ranks without tokens."""
 
 
 @described
@@ -97,7 +97,7 @@ class ParallelContext(DistCAConfig):
         ConfigError: a field does not allow its value; the group cannot be used; or this process is not in the group.
 
     Attributes:
-        trace_file: file that the traces of reported steps are written to.
+        trace_file: file for the traces of reported steps.
     """
 
     group: dist.ProcessGroup | DeviceMesh | None = field(
@@ -126,7 +126,7 @@ class ParallelContext(DistCAConfig):
 
     @property
     def members(self) -> Members:
-        """Ranks that train together. Without a group, only this one until the process group is initialised."""
+        """Ranks that train together. Without a group, only this rank until the process group is initialised."""
         world, known = dist.group.WORLD, self._known_members
         if known is not None and world is not None and known[1]() is world:
             return known[0]
@@ -138,7 +138,7 @@ class ParallelContext(DistCAConfig):
 
     @cached_property
     def annex(self) -> Annex:
-        """What ranks without tokens add; the plugin knows of some."""
+        """What ranks without tokens add; the plugin overrides this."""
         return Annex(self)
 
     @property
@@ -207,7 +207,7 @@ class ParallelContext(DistCAConfig):
         return self.ranks_per_node or self.members.ranks_per_node(launched_ranks_per_node())
 
     def transport(self, device: torch.device) -> Transport:
-        """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
+        """Returns the transport for tensors on `device`; the first call opens it, and is collective."""
         device = numbered(device)
         if device not in self._transports or self.is_outgrown(self._transports[device]):
             timeouts = self.timeouts
@@ -217,8 +217,8 @@ class ParallelContext(DistCAConfig):
         return self._transports[device]
 
     def training_transport(self, device: torch.device) -> Transport:
-        """Returns the transport for batches that are trained on. It includes ranks without tokens, if there are any;
-        evaluation does not use them. The first call is collective."""
+        """Returns the transport for training batches. It includes ranks without tokens, if there are any; evaluation
+        does not use them. The first call is collective."""
         return self.annex.transport(device)
 
     def is_outgrown(self, transport: Transport) -> bool:
@@ -226,7 +226,7 @@ class ParallelContext(DistCAConfig):
         return len(transport.grid.ranks) == 1 and len(self.members.group) > 1
 
     def check_shares(self, transport: Transport, micro_batch: int) -> None:
-        """Checks that a placed micro-batch is shared by the ranks that share documents here.
+        """Checks that a placed micro-batch was divided among the ranks that share documents here.
 
         Raises:
             PlanError: its loader was made before there was a process group, and every rank would train on all
@@ -259,7 +259,7 @@ class ParallelContext(DistCAConfig):
     def close(self) -> None:
         """Destroys the process groups that were opened here. Models and loaders of this context cannot run any more.
 
-        A script does not need this: groups end with the process. It is for programs that go on after training. If a
+        Scripts do not need this: groups end with the process. It is for programs that continue after training. If a
         group cannot be destroyed, the others still are, and its error is raised afterwards.
         """
         with ExitStack() as ends:
@@ -293,8 +293,8 @@ class ParallelContext(DistCAConfig):
 
 @contextmanager
 def shown_to_accelerate(loader: object) -> Iterator[None]:
-    """Shows Accelerate a loader while it is iterated, as its own loaders do. So `accelerator.accumulate` steps at its
-    last batch, and `gather_for_metrics` leaves nothing out."""
+    """Registers a loader with Accelerate while it is iterated, as Accelerate's own loaders do. So
+    `accelerator.accumulate` steps at its last batch, and `gather_for_metrics` leaves nothing out."""
     from accelerate.state import GradientState
 
     if not GradientState._shared_state:  # no Accelerator was made
@@ -309,7 +309,7 @@ def shown_to_accelerate(loader: object) -> Iterator[None]:
 
 
 def numbered(device: torch.device | str) -> torch.device:
-    """Returns a device by its one name: a GPU with its number, that of the current one if none is given."""
+    """Returns a device by its unique name: a GPU with its number, by default the current one's."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -317,5 +317,5 @@ def numbered(device: torch.device | str) -> torch.device:
 
 
 def job_size() -> int:
-    """Returns the number of ranks of the job, for models that follow no context."""
+    """Returns the number of ranks of the job, for models without a context."""
     return len(Members.of().job)

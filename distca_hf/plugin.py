@@ -1,6 +1,6 @@
 """The plugin, which users create: settings, and the functions that follow them.
 
-What imports Transformers is imported where it is needed: a wrong setting is refused seconds sooner.
+Modules that need Transformers are imported on demand: a wrong setting is refused seconds sooner.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,28 +79,28 @@ class DistCAPlugin(ParallelContext):
                 columns.
             seed: decides the order of documents, with the epoch's number.
             shuffle: False keeps the dataset's order.
-            device: where batches go; by default where the process group works. "cuda" is the current GPU.
+            device: for the batches; by default the one of the process group. "cuda" is the current GPU.
             prefetch: micro-batches to prepare ahead; by default the setting of this name.
             model: the model that batches are for. Further numbers per token that its forward pass takes
                 (`token_type_ids`) are then placed with their tokens, and tokens that it does not know are refused. The
                 heads of very long documents may be divided, too, and layers with sliding windows are balanced as well.
-                States of its layers travel with documents that are cut. If one of them cannot, documents stay whole,
-                and none may be longer than `tokens_per_rank`.
-            micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
-                together, so that fewer keys and values move.
+                States of its layers travel with cut documents. If one of them cannot travel, documents stay whole, and
+                none may be longer than `tokens_per_rank`.
+            micro_steps: micro-batches of an optimizer step (gradient accumulation): within a step, long documents
+                train together, and fewer keys and values move.
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
-            pipeline: stages that these batches pass through, a `distca_hf.Pipeline`; each has as many data ranks as
-                this one. Then `micro_steps` is the number of micro-batches that a schedule runs in one optimizer step.
-                Documents of a step are divided by attention work so that stages hardly wait, and keep their step.
-                Every epoch has whole steps, and every batch `tokens_per_rank` rows. All stages give the same `model`:
-                the whole one, before it is divided.
-            num_workers: processes that draw rows, if the dataset has a transform (`set_transform`); 0 lets the loop
-                draw them, one micro-batch when it is asked for.
+            pipeline: stages that these batches pass, a `distca_hf.Pipeline`; each has as many data ranks as this one.
+                Then `micro_steps` is the number of micro-batches that a schedule runs in one optimizer step. Documents
+                stay in their step, and are divided by attention work such that stages hardly wait. Every epoch has
+                whole steps, and every batch `tokens_per_rank` rows. All stages give the same `model`: the whole one,
+                before it is divided.
+            num_workers: processes that draw rows, if the dataset has a transform (`set_transform`); with 0 the loop
+                draws each micro-batch on demand.
 
         Raises:
             ConfigError: the plugin has no `tokens_per_rank`; several processes were launched, but no process group is
-                initialised; the model is divided between ranks in a way that cannot train, or otherwise than ranks
-                were before; or the pipeline cannot run so many micro-batches, has more parts than the model has
+                initialised; the model is divided between ranks in a way that cannot train, or that differs from the
+                present grid; or the pipeline cannot run this many micro-batches, has more parts than the model has
                 layers, or other stages than the mesh.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
@@ -132,8 +132,8 @@ class DistCAPlugin(ParallelContext):
     def attempts(
         self, model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]
     ) -> Iterator[AbstractContextManager[object]]:
-        """Yields attempts at an optimizer step in your own loop: one, and another while an attention server was
-        lost in it.
+        """Yields attempts at an optimizer step in your own loop: one, and another for as long as an attention server
+        was lost in the last.
 
         ```python
         for attempt in plugin.attempts(model, batches):
@@ -144,11 +144,11 @@ class DistCAPlugin(ParallelContext):
         optimizer.zero_grad()
         ```
 
-        Before another attempt gradients are discarded, and random states are restored. Collective: every rank makes
-        the same attempts.
+        Before another attempt, gradients are discarded and random states restored. Collective: every rank makes the
+        same attempts.
 
         Args:
-            model: as the loop calls it, wrapped or not; without gradients of earlier steps.
+            model: as the loop calls it, wrapped or not; must have no gradients of earlier steps.
             batches: all batches of the step on this rank.
 
         Raises:
@@ -161,15 +161,15 @@ class DistCAPlugin(ParallelContext):
         """Balances a Trainer: checks, metrics, and rows that are placed inside the model. Call it before
         `trainer.train()`.
 
-        Dataset, sampler, collator, batch size and loss stay the Trainer's. The model attends with distca from then on,
-        whatever attention it was loaded with. With `tokens_per_rank` the Trainer gets placed batches instead, as of
+        Dataset, sampler, collator, batch size and loss stay the Trainer's. From then on the model attends with distca,
+        whatever attention it was loaded with. With `tokens_per_rank` the Trainer gets placed batches instead, as from
         `dataloader`.
 
         Raises:
             ConfigError: it is not a Trainer, or is set up in a way that would make the loss wrong.
             UnsupportedAttentionError: the model cannot run on distca.
         """
-        from transformers import Trainer  # slow to import, and other loops do without
+        from transformers import Trainer  # slow to import, and other loops do not need it
 
         from distca_hf.integrations.trainer.attach import attach
 

@@ -1,4 +1,4 @@
-"""Recipe: prepares the process, in which the user's script then runs unchanged.
+"""Recipe: prepares a process, in which the user's script then runs unchanged.
 
 A recipe is a YAML file with up to four sections:
 
@@ -8,7 +8,7 @@ A recipe is a YAML file with up to four sections:
     script:       arguments of the script; arguments on the command line win
 
 Recipes, Slurm scripts, examples and samples of lengths come with the package, and are found by name. In a checkout
-their folders are next to the package; an installation puts them inside (`setup.cfg`).
+their folders are next to the package, in an installation inside it (`setup.cfg`).
 
 Nothing here imports torch: the environment must be set before libraries are imported.
 """
@@ -41,7 +41,7 @@ class Shipped:
     """One kind of shipped files.
 
     Attributes:
-        kind: what messages call such a file.
+        kind: name of these files in messages.
         place: folder of the files, in the package or next to it.
         endings: file name endings; a file is found by its name without the ending.
     """
@@ -74,7 +74,7 @@ class Shipped:
         """Returns the file at the path `name`, or the shipped file of that name, with or without its folder.
 
         Raises:
-            ConfigError: no such file exists, or there are several shipped files of that name.
+            ConfigError: there is no such file, or several shipped files have that name.
         """
         if Path(name).exists() and not Path(name).is_dir():
             return Path(name)
@@ -95,7 +95,7 @@ EXAMPLES = Shipped("example", "examples", (".py",))
 LENGTHS = Shipped("sample of lengths", "examples/lengths", (".json.gz",))
 
 
-# Files of other programs: keys of theirs, what they are, and what to do. The first row with a key of the file counts.
+# Files of other programs: their keys, what they are, and what to do. The first row with a key of the file counts.
 OF_ACCELERATE, OWN_RECIPE = "a configuration of Accelerate", "a recipe of distca train"
 _MOVE_VALUES = "write a recipe with its values (docs/quickstart.md, Recipes of other programs)"
 FOREIGN = (
@@ -125,7 +125,7 @@ FOREIGN = (
     ),
     ("launch plugin script", OWN_RECIPE, "give it as RECIPE"),
 )
-# What files with other endings than YAML's most likely are.
+# What files with other endings than YAML's probably are.
 FOREIGN_ENDINGS = {
     ".py": "a script: give it to --script",
     ".sbatch": "a script for Slurm: call it with sbatch",
@@ -134,8 +134,7 @@ FOREIGN_ENDINGS = {
 
 
 def foreign_format(path: str | Path, content: Mapping[str, object], expected: str) -> str:
-    """Returns what a mapping in a file is, and what to do with it, if it is known and not what was expected; else
-    nothing."""
+    """Returns what a mapping in a file is, and what to do with it, if it is known but not expected; else empty."""
     for keys, what, do in FOREIGN:
         if what != expected and content.keys() & set(keys.split()):
             return f"{path} is {what}: {do}"
@@ -145,7 +144,7 @@ def foreign_format(path: str | Path, content: Mapping[str, object], expected: st
 SECTIONS = ("launch", "environment", "plugin", "script")
 # Keys of the section `launch`.
 LAUNCHED = ("script", "accelerate")
-# What arguments, values and names of variables cannot hold: NUL, and halves of characters; names neither are empty.
+# What arguments, values and names of variables cannot hold: NUL, and halves of characters. Names cannot be empty.
 NO_TEXT, NO_NAME = re.compile("[\0\ud800-\udfff]"), re.compile("[=\0\ud800-\udfff]|^$")
 
 
@@ -163,7 +162,7 @@ class Recipe:
         """Reads a recipe.
 
         Raises:
-            ConfigError: unknown section or setting, or a value that cannot be passed on; names file and key.
+            ConfigError: a section or setting is unknown, or a value cannot be passed on; names file and key.
         """
         if path.suffix in FOREIGN_ENDINGS:
             raise ConfigError(
@@ -183,7 +182,7 @@ class Recipe:
                 raise ConfigError(f"{path}: section {name!r} must map names to values, not {type(section).__name__}")
         for section in ("launch", "environment", "script"):
             for name, value in (sections.get(section) or {}).items():
-                if not isinstance(name, str):  # YAML reads on, yes and numbers
+                if not isinstance(name, str):  # YAML converts `on`, `yes` and numbers
                     raise ConfigError(
                         f"{path}: {section}: name {name} is {type(name).__name__}, no text; write it in quotes"
                     )
@@ -203,8 +202,8 @@ class Recipe:
         return cls(launch, environment, plugin, arguments)
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
-        """Sets the recipe's environment variables, except those that have a value already. Its settings go into one
-        more variable, from which `DistCAConfig()` reads them."""
+        """Sets the recipe's environment variables, except those that already have a value. Its settings go into
+        another variable, from which `DistCAConfig()` reads them."""
         for name, value in self.environment.items():
             environment.setdefault(name, value)
         if self.plugin:
@@ -217,7 +216,7 @@ class Recipe:
             process: returns rank numbers of the process; by default what the launcher set for this one.
 
         Raises:
-            ConfigError: there are servers, and the processes cannot be divided so.
+            ConfigError: there are servers, and the processes cannot be divided accordingly.
         """
         name = "attention_servers"
         of_environment = {**self.environment, **os.environ}.get(variable_of(name), "0")
@@ -241,7 +240,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def prepare_process(recipe: Recipe, role: Role | None) -> None:
-    """Sets the environment of this process from a recipe, and numbers it by its role. Nothing may have read it yet.
+    """Sets the environment of this process from a recipe, and its numbers by role. Call before anything reads them.
 
     Raises:
         ConfigError: there are attention servers, and the processes of the job share no secret.
@@ -253,7 +252,7 @@ def prepare_process(recipe: Recipe, role: Role | None) -> None:
 
 @contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of the environment until the block ends; then all are as they were before."""
+    """Sets environment variables until the block ends, and then restores them."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -267,7 +266,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Runs a script as `python script arguments` would.
 
     Raises:
-        ConfigError: no such script exists.
+        ConfigError: there is no such script.
     """
     if not script.is_file():
         raise ConfigError(f"no script at {script}")
@@ -286,7 +285,7 @@ def check_module(module: str) -> None:
         known = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
-            raise  # a package that it is in lacks another one
+            raise  # its own package lacks another one
         known = False
     if not known:
         raise ConfigError(f"no module {module}: install its package, or give a script without -m")
@@ -299,7 +298,7 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
 
 
 def _check_texts(texts: Iterable[str], impossible: re.Pattern[str], where: str, use: str) -> None:
-    """Refuses texts that no operating system takes for their use."""
+    """Refuses texts that no operating system accepts for their use."""
     for text in filter(impossible.search, texts):
         raise ConfigError(f"{where}{text!r} cannot be {use}; write another")
 
@@ -314,5 +313,5 @@ def _arguments(section: Mapping[str, object]) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Returns a value of YAML as an argument."""
+    """Returns a YAML value as an argument."""
     return json.dumps(value, default=str) if isinstance(value, Mapping) else str(value)

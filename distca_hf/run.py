@@ -51,18 +51,18 @@ USAGE = (
 OPTION = "--recipe"
 ATTACH_OPTION, MODULE_OPTION = "--attach", "-m"
 SERVERS_OPTION = "--attention-servers"
-# Words of the line that `distca train` starts: before the configuration of Accelerate, and before the recipe.
+# Parts of the line that `distca train` starts: before the configuration of Accelerate, and before the recipe.
 LAUNCHER = ("accelerate", "launch")
 MODULE = ("-m", "distca_hf.run")
 
 
 class Command(NamedTuple):
-    """What a command line says.
+    """A parsed command line.
 
     Attributes:
         recipe: settings of the process.
         program: the script's file, or the name of a module.
-        arguments: what the line gives the program, after the arguments of the recipe.
+        arguments: the line's arguments for the program, which follow the recipe's.
         attaches: whether every Trainer of the program is attached.
     """
 
@@ -106,18 +106,18 @@ def main(arguments: Sequence[str]) -> None:
     except Exception:
         from distca_hf.comm.rollcall import show_errors_once  # imports torch
 
-        show_errors_once()  # and so leave it for the launcher, also if the script has made no plugin yet
+        show_errors_once()  # also leaves errors for the launcher, even before the script makes a plugin
         raise
     finally:
         if role is not None:
             from distca_hf.servers.job_store import note_end  # imports torch
 
             with suppress(DistCAError):  # the launcher is gone, and has ended the servers
-                note_end(role.number)  # so that the servers of this trainer end, too
+                note_end(role.number)  # makes the servers of this trainer end, too
 
 
 def _tell_of_no_trainer() -> None:
-    """Logs a line if the program has ended and no Trainer of it has trained."""
+    """Logs a line if the program has ended and none of its Trainers has trained."""
     module = sys.modules.get("distca_hf.integrations.trainer.every_trainer")
     if module is None or not getattr(module.Trainer.train, module.INSTALLED, ()):
         log.info(
@@ -127,10 +127,10 @@ def _tell_of_no_trainer() -> None:
 
 
 def read_command(arguments: Sequence[str]) -> Command:
-    """Returns what a command line says.
+    """Parses a command line.
 
     Raises:
-        ConfigError: the line or the recipe is wrong, or no such script exists.
+        ConfigError: the line or the recipe is wrong, or there is no such script.
     """
     servers, others = _take(arguments, SERVERS_OPTION)
     attaches, others = ATTACH_OPTION in others, [word for word in others if word != ATTACH_OPTION]
@@ -154,7 +154,7 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
         name: name of the recipe, for errors.
 
     Raises:
-        ConfigError: no script is named, or no such file exists.
+        ConfigError: no script is named, or there is no such file.
     """
     wanted = script or recipe.launch.get("script")
     if wanted is None:

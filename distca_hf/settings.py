@@ -2,10 +2,10 @@
 
 A field has metadata: `help`, a description; `default`; `at_least` and `at_most`, its limits, and whether it is
 `positive`; `or_number`, whether a whole number may stand for its text; `check`, which refuses other wrong values. A
-field of another class of settings is a group. Settings in it are named with a dot: `debug.check_finite`.
+field whose type is another class of settings is a group. Its settings are named with a dot: `debug.check_finite`.
 
-Defaults come from a factory, because the environment may change them. Python would show such a default as `<factory>`,
-and descriptions nowhere.
+Defaults come from a factory, because the environment may change them. `described` shows them, and descriptions, in
+docstring and signature: Python would show the default as `<factory>`.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ OF_TRANSFORMERS = {f"flash_attention_{version}": f"flash{version}" for version i
 
 
 class Settings:
-    """A base of dataclasses of settings, whose values are fixed once they are made."""
+    """Base class of dataclasses of settings, whose values cannot be changed after creation."""
 
     def __new__(cls, *unnamed: object, **settings: object) -> Self:
         maker = next(kind for kind in cls.__mro__ if "__init__" in vars(kind))
@@ -48,8 +48,8 @@ class Settings:
         """Sets an attribute that is not a setting, or a setting for the first time.
 
         Raises:
-            ConfigError: the setting has a value; models, loaders and Trainers have read it.
-            UnknownSettingError: most likely a misspelt setting is meant.
+            ConfigError: the setting already has a value, which models, loaders and Trainers have read.
+            UnknownSettingError: the name is probably a misspelt setting.
         """
         kind: type = type(self)
         names = names_of(kind)
@@ -65,10 +65,10 @@ class Settings:
         super().__setattr__(name, value)
 
     def check_values(self, settings: type) -> None:
-        """Checks all values of a class of settings that this object has; whole numbers may stand for others.
+        """Checks this object's values of a class of settings, and converts whole numbers to floats or text if needed.
 
         Raises:
-            ConfigError: a value has another type, is none of the choices, or too small.
+            ConfigError: a value has the wrong type, is not one of the choices, or is beyond its limits.
         """
         for name in names_of(settings):
             value = getattr(self, name)
@@ -89,7 +89,7 @@ def group_of(field: "dataclasses.Field[Any]") -> type | None:
 
 @cache
 def fields_of(settings: type) -> dict[str, "dataclasses.Field[Any]"]:
-    """Returns the fields of all settings by name, a group's by its name and theirs."""
+    """Returns the fields of all settings by name; a group's as `group.name`."""
     found = {}
     for field in dataclasses.fields(settings):
         group = group_of(field)
@@ -109,7 +109,7 @@ def check_names(settings: type, unnamed: Sequence[object], given: Iterable[objec
     """Refuses settings that are given without a name, or with an unknown one.
 
     Raises:
-        UnknownSettingError: there are such settings; names the first.
+        UnknownSettingError: names the first of them.
     """
     known = names_of(settings)
     if unnamed:
@@ -133,10 +133,10 @@ def check_names(settings: type, unnamed: Sequence[object], given: Iterable[objec
 
 
 def check_value(settings: type, name: str, value: object) -> None:
-    """Refuses a value that is of another type than its setting, none of its choices, or beyond its limits.
+    """Refuses a value that does not have its setting's type, is not one of its choices, or is beyond its limits.
 
     Raises:
-        ConfigError: it is; names setting, value and the types or choices.
+        ConfigError: names setting, value and the types or choices.
     """
     kind, choices = _allowed(settings, name)
     if choices:
@@ -167,7 +167,7 @@ def check_value(settings: type, name: str, value: object) -> None:
 
 
 def check_mapping(settings: type, values: object, where: str) -> dict[str, object]:
-    """Returns the values of a mapping as a recipe has it, by the names of `fields_of`.
+    """Returns the values of a recipe's mapping, by the names of `fields_of`.
 
     Raises:
         UnknownSettingError: a key is not a setting.
@@ -198,7 +198,7 @@ def read_text(settings: type, name: str, text: str, where: str) -> object:
         name: as in `fields_of`.
 
     Raises:
-        ConfigError: it is not a value of this setting; names where it comes from.
+        ConfigError: it is not a value of this setting; names its origin.
     """
     kind, _ = _allowed(settings, name)
     try:
@@ -213,8 +213,8 @@ def read_text(settings: type, name: str, text: str, where: str) -> object:
 
 
 def described(settings: Kind) -> Kind:
-    """Describes a dataclass of settings in its docstring, which lists name, type, default and description of each, and
-    in its signature, which has their own defaults in place of factories (a decorator)."""
+    """Decorates a dataclass of settings. Its docstring lists name, type, default and description of each setting, and
+    its signature has the defaults instead of factories."""
     kind: Any = settings
     listed = "\n".join(
         f"{name} ({_type_in_words(field.type)}, default {field.metadata['default']!r}):\n"

@@ -1,4 +1,4 @@
-"""Telemetry: log lines, once per job; an error for the launcher's summary; the time that training waited for data."""
+"""Telemetry: log lines, once per job; an error for the launcher's summary; the time that training waits for data."""
 
 import contextlib
 import json
@@ -19,15 +19,15 @@ from distca_hf.whole_file import replaced
 NAME = "distca_hf"
 # Maximum number of micro-batches whose facts are kept until they are reported.
 REMEMBERED_MICRO_BATCHES = 1024
-# `extra=OF_THIS_RANK` marks a record only of this rank, so that it is written on every rank.
+# `extra=OF_THIS_RANK` marks a record that concerns only this rank: every rank writes it.
 OF_THIS_RANK = {"of_this_rank": True}
 
 
 def get_logger(name: str) -> logging.Logger:
     """Returns a logger below `distca_hf`.
 
-    Only rank 0 writes information and warnings. Every rank writes errors, debug lines and records that `OF_THIS_RANK`
-    marks.
+    Only rank 0 writes information and warnings. Every rank writes errors, debug lines and records marked by
+    `OF_THIS_RANK`.
     """
     logger = logging.getLogger(name if name.startswith(NAME) else f"{NAME}.{name}")
     if not any(isinstance(present, OncePerJob) for present in logger.filters):
@@ -36,7 +36,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def this_rank() -> int:
-    """Returns the rank of this process in its process group; without one, its rank as launched."""
+    """Returns the rank of this process in its process group; without a group, its launched rank."""
     distributed = sys.modules.get("torch.distributed")  # not imported here: planning needs no torch
     is_initialized = getattr(distributed, "is_initialized", None)
     if is_initialized is not None and is_initialized():
@@ -45,7 +45,7 @@ def this_rank() -> int:
 
 
 def warn(message: str, stacklevel: int) -> None:
-    """Warns on rank 0 of the job; Python shows a warning of one text once.
+    """Warns on rank 0 of the job. Python shows a repeated warning once.
 
     Args:
         stacklevel: as of `warnings.warn`, seen from the caller.
@@ -77,19 +77,19 @@ class Console(logging.Handler):
         try:
             message = printable(record.getMessage())
             tqdm.write(f"{NAME} [rank {getattr(record, 'rank', 0)}] {level}{message}", file=sys.stderr)
-        except Exception:  # as in all handlers: a closed pipe or a full disk must not end a training
+        except Exception:  # as in all handlers: a closed pipe or a full disk must not end the training
             self.handleError(record)
 
 
 _log = logging.getLogger(NAME)
 _log.addHandler(Console())
-if _log.level == logging.NOTSET:  # the application has set none
+if _log.level == logging.NOTSET:  # the application has not set a level
     _log.setLevel(logging.INFO)
 
 
 @dataclass
 class LoaderTimes:
-    """Sums of seconds in which the training loop waited for data, in which its steps ran, and of planning."""
+    """Sums of seconds in which the training loop waited for data, its steps ran, and batches were planned."""
 
     wait_seconds: float = 0.0
     step_seconds: float = 0.0
@@ -107,7 +107,7 @@ class LoaderTimes:
 def leave_for_launcher(words: str, follows: bool = False) -> None:
     """Writes an error into the file that the launcher reads if this process fails.
 
-    Nothing is written if the launcher named no file, or if it exists already (`torch.distributed.elastic`'s `record`).
+    Writes nothing if the launcher named no file, or if it already exists (`torch.distributed.elastic`'s `record`).
 
     Args:
         follows: whether another process failed first. The launcher shows the error with the earliest second as cause.

@@ -1,6 +1,6 @@
-"""Names that are private to torch: all that this package uses, each with a public way around it where there is one.
+"""Names private to torch: all that this package uses, each with a public fallback if there is one.
 
-Public ways are slower, or refuse more. A torch without one of these names gives the same results.
+Fallbacks are slower, or refuse more. A torch without one of these names gives the same results.
 """
 
 import inspect
@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import (
 from torch.utils.hooks import RemovableHandle
 
 
-# Arguments of operators. A subclass of Tensor has its own idea of an operator.
+# Types of operators' arguments. A subclass of Tensor may redefine an operator.
 _TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 _OTHERS = frozenset([int, float, bool, str, list, type(None)])
 
 
 def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
-    """Returns `is_plain`. Without the private names no call is plain, and the dispatcher sees all of them."""
+    """Returns `is_plain`. Without the private names no call is plain, and every call goes through the dispatcher."""
     try:
         from torch._C import (
             DispatchKey,
@@ -42,7 +42,7 @@ def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
         return lambda given: False
     if not (hasattr(profiler, "_is_profiler_enabled") and hasattr(forward_ad, "_current_level")):
         return lambda given: False
-    # With these keys the dispatcher calls every operator of a thread in which no mode listens.
+    # The keys that the dispatcher always includes in a thread without active modes.
     no_mode = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
     autograd = DispatchKey.AutogradFunctionality
 
@@ -68,17 +68,17 @@ def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
     return is_plain
 
 
-# Returns whether the dispatcher would call autograd and only an operator's function, given these arguments. Then
-# no mode (selective checkpointing, counting), no transformation (vmap, functionalisation, forward
-# derivatives), no tracing, no profiler and no compiler that looks for frames. No tensor of another kind or
-# device, and none that is still to be negated. Each question costs the host little.
+# Returns whether the dispatcher would call only autograd and an operator's function, given these arguments. That means
+# no mode (selective checkpointing, counting), no transformation (vmap, functionalisation, forward derivatives), no
+# tracing, no profiler, no compiler that looks for frames, no tensor of another kind or device, and no lazily negated
+# tensor. Each check costs the host little.
 is_plain = _make_is_plain()
 
 
 def below_autograd(operator: Any) -> Callable[..., Any] | None:
     """Returns a function of a dispatch keyset and arguments that calls an operator as if autograd were done with it.
 
-    Without the private names it returns None, and `torch.library.register_autograd` must do.
+    Returns None without the private names: `torch.library.register_autograd` is the fallback.
     """
     try:
         from torch._C import _after_autograd_keyset, _AutoDispatchBelowAutograd
@@ -93,14 +93,14 @@ def below_autograd(operator: Any) -> Callable[..., Any] | None:
 
 
 def in_dual_level() -> bool:
-    """Returns whether forward-mode derivatives may be asked for; True if that cannot be found out."""
+    """Returns whether forward-mode derivatives may be needed; True if that cannot be found out."""
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that `torch.compile` does not look into, also where it runs next to compiled code.
+    """Returns a function that `torch.compile` does not look into, even if compiled code calls it.
 
-    The public one imports the compiler, which takes a second.
+    The public decorator imports the compiler, which takes a second.
     """
     try:
         from torch._compile import _disable_dynamo
@@ -110,8 +110,8 @@ def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ddp_awaits_every_gradient() -> bool:
-    """Returns whether this runs inside of a forward pass of DDP whose backward waits, on all ranks, for a gradient of
-    every weight. No public name exists for the DDP module around a pass; without the private one the answer is no.
+    """Returns whether this runs inside a forward pass of DDP whose backward waits, on all ranks, for a gradient of
+    every weight. There is no public name for the DDP module around a pass; without the private one returns False.
     """
     active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
     module = None if active is None else active()
@@ -121,16 +121,16 @@ def ddp_awaits_every_gradient() -> bool:
 def unknown_size() -> int | torch.SymInt:
     """Returns a new size of at least 0, for fake implementations of operators whose outputs depend on data.
 
-    The public `new_dynamic_size` makes them, too, but only where the graph must be whole (`fullgraph=True`) or the
-    process allows it (`torch._dynamo.config.capture_dynamic_output_shape_ops`). Anywhere else the graph breaks at the
-    operator. Torch's own operators go around that as is done here (`torch.distributed._ops.device_mesh`).
+    The public `new_dynamic_size` makes them only if the graph must be whole (`fullgraph=True`) or the process allows
+    it (`torch._dynamo.config.capture_dynamic_output_shape_ops`). Otherwise the graph breaks at the operator. Torch's
+    own operators avoid that in the same way (`torch.distributed._ops.device_mesh`).
     """
     context = torch.library.get_ctx()
     try:
         shape_env, allocate_size = context._shape_env, torch._library.fake_impl.allocate_size
     except AttributeError:
         return context.new_dynamic_size()
-    # Without an environment of shapes all sizes are numbers, which torch refuses or takes by its own rules.
+    # Without a shape environment all sizes are numbers, which torch accepts or refuses by its own rules.
     return context.new_dynamic_size() if shape_env is None else allocate_size(shape_env)
 
 
@@ -148,8 +148,8 @@ def _make_backward_number() -> Callable[[], int]:
     return (lambda: 0) if number is None else number
 
 
-# Returns the number of the backward pass that autograd runs in this thread, another one for each; -1 if it runs none.
-# Always 0 if that cannot be found out.
+# Returns the unique number of the backward pass that autograd runs in this thread; -1 if it runs none. Always 0 if
+# that cannot be found out.
 backward_number = _make_backward_number()
 
 
@@ -157,33 +157,33 @@ def _public_current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# Returns the handle of the stream that torch launches on now, on a device given by its number.
+# Returns the handle of torch's current stream on a device, given by its number.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current_stream)
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:
-    """Returns a context in which `__torch_function__` of subclasses is not called; none is public."""
+    """Returns a context in which `__torch_function__` of subclasses is not called; there is no public one."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def default_store() -> Store:
-    """Returns the store that the default process group met at; none is public.
+    """Returns the store of the default process group; there is no public way.
 
     Raises:
-        ValueError: no default group exists.
+        ValueError: there is no default group.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 def num_groups() -> int:
-    """Returns the number of process groups that this process is in; 0 where torch does not say."""
+    """Returns the number of process groups that this process is in; 0 if torch does not say."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return len(getattr(world, "pg_names", ()))
 
 
 def running_objects() -> Iterator[object]:
-    """Yields objects whose methods run now in this thread, the innermost first. Torch has no name, public or private,
-    for the wrappers around a model (only for DDP), or for the schedule that runs a stage of a pipeline."""
+    """Yields the objects whose methods run now in this thread, the innermost first. Torch has no name, public or
+    private, for the wrappers around a model (except DDP), or for the schedule that runs a stage of a pipeline."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame.f_locals.get("self")
@@ -194,8 +194,8 @@ class Schedule(NamedTuple):
     """A schedule of a pipeline.
 
     Attributes:
-        scale_grads: whether it divides gradients by its micro-batches.
-        has_loss: and so a backward pass; True if torch does not say.
+        scale_grads: whether it divides gradients by its number of micro-batches.
+        has_loss: whether it has a loss, and so a backward pass; True if torch does not say.
     """
 
     name: str
@@ -204,7 +204,7 @@ class Schedule(NamedTuple):
 
 
 def schedule_that_runs() -> Schedule | None:
-    """Returns the schedule of torch that runs a stage now, if there is one."""
+    """Returns torch's schedule that runs a stage now, if there is one."""
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     for caller in running_objects():
@@ -214,8 +214,8 @@ def schedule_that_runs() -> Schedule | None:
 
 
 def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:
-    """Returns the groups over which FSDP1 averages gradients: that of its shards; then, with a hybrid strategy, that
-    of the ranks with the same shard. None if torch does not say."""
+    """Returns the groups over which FSDP1 averages gradients: the ranks that share its shards, then, with a hybrid
+    strategy, the ranks with the same shard. None if torch does not say."""
     if "HYBRID" not in module.sharding_strategy.name:
         return [module.process_group]
     replicas = getattr(module, "_inter_node_pg", None)
@@ -223,7 +223,7 @@ def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:
 
 
 def ignored_by_ddp(model: nn.Module) -> set[str]:
-    """Returns names of weights and buffers that DDP was told to ignore: every rank may have others."""
+    """Returns names of weights and buffers that DDP was told to ignore: they may differ between ranks."""
     return {
         f"{of_module}.{name}" if of_module else name
         for of_module, module in model.named_modules()
@@ -232,14 +232,14 @@ def ignored_by_ddp(model: nn.Module) -> set[str]:
 
 
 def groups_of(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
-    """Returns the process groups of exactly these ranks of the job; none where torch does not say."""
+    """Returns the process groups of exactly these ranks of the job; none if torch does not say."""
     world = getattr(dist.distributed_c10d, "_world", None)
     groups = [*getattr(world, "pg_map", ())]
     return [group for group in groups if sorted(dist.get_process_group_ranks(group)) == [*ranks]]
 
 
 def collectives_started(group: Any) -> int:
-    """Returns how many collectives of a process group this rank has started; 0 where torch does not say."""
+    """Returns how many collectives of a process group this rank has started; 0 if torch does not say."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):  # a backend that does not count
@@ -250,8 +250,8 @@ class ShardedWeight(NamedTuple):
     """A weight that FSDP2 shards.
 
     Attributes:
-        averaged: mesh that its gradient is averaged over.
-        mesh: that it is divided over between passes, other ways of dividing it included.
+        averaged: mesh over which its gradient is averaged.
+        mesh: mesh over which it is divided between passes, including other ways of dividing it.
     """
 
     averaged: DeviceMesh
@@ -259,7 +259,7 @@ class ShardedWeight(NamedTuple):
 
 
 def sharded_by_fsdp2(model: nn.Module) -> dict[nn.Parameter, ShardedWeight] | None:
-    """Returns the weights of a model that FSDP2 shards, as modules have them now: in a pass some are whole. None if
+    """Returns the weights of a model that FSDP2 shards, in their present form: during a pass some are whole. None if
     torch does not say."""
     from torch.distributed.fsdp import FSDPModule  # slow to import, and not every training needs it
 
@@ -269,7 +269,7 @@ def sharded_by_fsdp2(model: nn.Module) -> dict[nn.Parameter, ShardedWeight] | No
             continue
         try:
             state = module._get_fsdp_state()
-            # Torch 2.11 has one group, or none. Weights are looked up where they are: a model that moved has others.
+            # Torch 2.11 has one group, or none. Weights are looked up in modules: a model that moved has new ones.
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for group in filter(None, groups):
                 for weight in group.fsdp_params:
@@ -280,12 +280,12 @@ def sharded_by_fsdp2(model: nn.Module) -> dict[nn.Parameter, ShardedWeight] | No
     return sharded
 
 
-# Of received rows, sent rows, and how many of them come from and go to each rank.
+# Takes received rows, sent rows, and the numbers of rows from and to each rank.
 AllToAllFunction = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], dist.Work]
 
 
 class RowGroup(Protocol):
-    """A process group, or a backend by itself (`ProcessGroupGloo`, `ProcessGroupNCCL`), which torch has in no list."""
+    """A process group, or only a backend (`ProcessGroupGloo`, `ProcessGroupNCCL`), which torch has in no list."""
 
     def rank(self) -> int: ...
 
@@ -297,8 +297,8 @@ class RowGroup(Protocol):
 def all_to_all_of(group: RowGroup, device: torch.device) -> AllToAllFunction:
     """Returns a function that starts all-to-alls of rows.
 
-    It is all that `dist.all_to_all_single` comes to in the end, for half of its host time: without c10d's operator,
-    which is dispatched on autograd, too.
+    Does what `dist.all_to_all_single` does in the end, in half of its host time: without c10d's operator, which is
+    dispatched on autograd, too.
     """
     get_backend = getattr(group, "_get_backend", None)
     if get_backend is None and not hasattr(group, "alltoall_base"):
@@ -311,10 +311,10 @@ def all_to_all_of(group: RowGroup, device: torch.device) -> AllToAllFunction:
 
 
 def register_first_hook(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
-    """Registers a forward hook with keywords that runs before those that are there.
+    """Registers a forward hook with keywords that runs before existing ones.
 
-    `prepend=True` lets Dynamo of torch 2.11 fail on the whole model: it numbers hooks in the order in which they came
-    into their dictionary.
+    With `prepend=True`, Dynamo of torch 2.11 fails on the whole model: it numbers hooks in the order in which they
+    entered their dictionary.
     """
     handle = module.register_forward_hook(hook, with_kwargs=True)
     hooks = module._forward_hooks
@@ -328,7 +328,7 @@ def register_first_hook(module: nn.Module, hook: Callable[..., object]) -> Remov
 def nccl_errors_end_no_process() -> Iterator[None]:
     """Lets groups that are made in a `with` block outlive errors of NCCL.
 
-    Torch ends the process otherwise, and reads this only from its environment, when a group is made.
+    Otherwise torch ends the process. It reads this only from the environment, when a group is made.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
@@ -343,16 +343,16 @@ def nccl_errors_end_no_process() -> Iterator[None]:
 
 
 def connect_group(group: RowGroup, device: torch.device) -> None:
-    """Connects the ranks of a backend of NCCL now; without the private name its first exchange does."""
+    """Connects the ranks of a backend of NCCL now; without the private name, its first exchange connects them."""
     connect = getattr(group, "eager_connect_single_device", None)
     if connect is not None:
         connect(device)
 
 
 def abort_group(group: RowGroup) -> None:
-    """Ends all operations of a backend of NCCL at once, also those that wait on a GPU.
+    """Ends all operations of a backend of NCCL at once, also operations that wait on a GPU.
 
-    No public name does: `destroy_process_group` waits for them. Without the private one nothing ends.
+    The public `destroy_process_group` waits for them. Without the private name nothing ends.
     """
     end = getattr(group, "abort", None)
     if end is not None:

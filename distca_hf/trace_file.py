@@ -1,6 +1,6 @@
-"""Trace file: the file into which one rank writes its traces, a line for each, and how such lines are read.
+"""Trace file: writes and reads the traces of one rank, one line of JSON for each.
 
-A line is JSON. Its numbers can be computed with, and dataclasses are read from it field by field, by their types.
+Readers accept only numbers that can be computed with. They read dataclasses field by field, by their types.
 """
 
 import enum
@@ -24,28 +24,28 @@ from distca_hf.whole_file import lines_of, open_regular, open_to_append, replace
 
 log = get_logger(__name__)
 
-# Longest line that is read: one of 100,000 calls is shorter.
+# Longest line that is read: a line of 100,000 calls is shorter.
 LONGEST_LINE_BYTES = 2**26
 BEGIN_OF_LINE = f'{{"kind":"{KIND}","version":{VERSION},"step":'
 STEP_OF_LINE = re.compile(rf"{re.escape(BEGIN_OF_LINE)}(\d{{1,18}}),")
-# Most digits of a number that is computed with: products and sums of a few such numbers are finite, too.
+# Most digits of a number: products and sums of a few numbers of this size are still finite.
 MOST_DIGITS = 60
-# Largest whole number of a field: that of a double, and so of JSON elsewhere.
+# Largest whole number of a field: a double holds it exactly, and so does JSON elsewhere.
 MOST_WHOLE = 2**53
-HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # half of one outside of 16 bits; JSON writes both halves so
-# Makes an object of a value of JSON; the second argument is where it is.
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character beyond 16 bits; JSON writes both halves so
+# Converts a JSON value to an object; the second argument is its place, for messages.
 Reader = Callable[[Any, str], Any]
 
 
 class TraceFile:
-    """The file of this rank. What a run writes takes the place of what an earlier run in the same folder wrote about
-    the same steps and later ones; a run that is resumed keeps the steps before.
+    """The file of this rank. A run replaces what an earlier run in the same folder wrote about the same steps and
+    later ones. A resumed run keeps the steps before.
 
-    A file that cannot be written ends no training: a warning names it, and nothing is written any more.
+    If the file cannot be written, training goes on: a warning names it, and nothing more is written.
 
     Args:
-        folder: of the traces of all ranks; empty: `distca_report`, in the output folder of a Trainer, or in the
-            working directory.
+        folder: of the traces of all ranks; empty: `distca_report` in the output folder of a Trainer, or in the working
+            directory.
 
     Attributes:
         step: optimizer step that a Trainer is in, from 1; None without one.
@@ -106,14 +106,14 @@ class TraceFile:
         with replaced(path) as unfinished, unfinished.open("wb") as new, open_regular(path) as old:
             for one in lines_of(old, LONGEST_LINE_BYTES):
                 own = step_of(one.decode(errors="replace"))
-                if own is not None and own < step and is_json(one):  # one is cut off when a run is killed
+                if own is not None and own < step and is_json(one):  # a line is cut off if a run is killed
                     new.write(one.removesuffix(b"\n") + b"\n")
             new.write(line)
         return path
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Appends a line, or nothing of it: a full disk leaves no part of it."""
+    """Appends a line, or nothing: a full disk leaves no part of it."""
     with open_to_append(path) as file:
         begin = file.seek(0, os.SEEK_END)
         try:
@@ -125,18 +125,18 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def step_of(line: str) -> int | None:
-    """Returns the optimizer step of a line, from its beginning; None if that is not as `RankTrace.line` has it."""
+    """Reads the optimizer step from the beginning of a line; None if `RankTrace.line` does not begin a line so."""
     found = STEP_OF_LINE.match(line)
     return None if found is None else int(found[1])
 
 
 def may_begin_line(text: str) -> bool:
-    """Returns whether a text may be the beginning of a line as `RankTrace.line` has it."""
+    """Returns whether a line of `RankTrace.line` may begin with this text."""
     return text.startswith(BEGIN_OF_LINE) or BEGIN_OF_LINE.startswith(text)
 
 
 def is_json(line: bytes) -> bool:
-    """Returns whether a line was written to its end; the last one is cut off when a process is killed."""
+    """Returns whether a line is complete: the last one is cut off if a process is killed."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -175,7 +175,7 @@ def read_trace(line: str, where: str) -> RankTrace:
 
 
 def _wrong(trace: RankTrace) -> str | None:
-    """Returns text for fields that do not go together; None if all do."""
+    """Describes fields that contradict each other; None if there are none."""
     ranks = f"{trace.num_ranks} ranks" + (f" and {len(trace.servers)} servers" if trace.servers else "")
     if trace.num_ranks < 1 or not 0 <= trace.rank < trace.num_ranks + len(trace.servers):
         return f"rank {trace.rank} of {ranks}"
@@ -202,10 +202,10 @@ def _wrong(trace: RankTrace) -> str | None:
 
 
 def read_json(text: str) -> Any:
-    """Returns the content of JSON, with whose numbers one can compute, and whose words can be written.
+    """Returns the content of JSON. Its numbers are finite, and its text can be encoded.
 
     Raises:
-        ReportError: a number is none (NaN), or too large; or a word has half a character. Says which.
+        ReportError: a number is NaN or too large, or text has half a character; says which.
         ValueError, RecursionError: it is not JSON.
     """
     content = json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
@@ -236,9 +236,8 @@ def _refuse_number(number: str) -> NoReturn:
 
 @cache
 def reader_of(kind: Any) -> Reader:
-    """Returns the reader of a type: of a dataclass, an enumeration, a tuple, an optional type, or a plain one. It
-    raises a ReportError for a value of another type.
-    """
+    """Returns the reader of a type: a dataclass, an enumeration, a tuple, an optional type, or a plain one. The reader
+    raises a ReportError for a value of another type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         given = reader_of(inner[0])

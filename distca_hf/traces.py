@@ -1,8 +1,8 @@
 """Traces: the measurements of one rank in one micro-batch of a reported step, as training writes them and `distca
 report` reads them.
 
-Every rank writes its own file, `rank-00003.jsonl`, with one JSON object on a line for each micro-batch, and so
-does every attention server, `server-00000.jsonl`. Ranks exchange nothing for it.
+Every rank writes its own file, `rank-00003.jsonl`, with a line of JSON for each micro-batch. So does every attention
+server, `server-00000.jsonl`. Ranks exchange nothing for this.
 """
 
 import enum
@@ -72,8 +72,8 @@ class LayersTrace:
     Attributes:
         window_tokens: of their sliding window; 0 without one.
         layers: how many there are.
-        tasks: of this rank, in each of them: queries, keys before the first of them, and 1 if it computes one group of
-            heads only. None where they were not known when the pass began.
+        tasks: of this rank, in each of these layers: queries, keys before the first query, and 1 if it computes only
+            one group of heads. None if they were not known when the pass began.
         chunked: whether the window is a chunk of a document (`Mask`).
     """
 
@@ -88,10 +88,10 @@ class HeadSizes:
     """Heads of a layer, all tensor ranks together.
 
     Attributes:
-        window_tokens: sliding window of the layers with such heads; 0 without one.
+        window_tokens: sliding window of the layers with these heads; 0 without one.
         query, key_value: numbers of heads.
         dim, value_dim: numbers of one head of a query or key, and of a value.
-        groups: that plans divide the heads into.
+        groups: into which plans divide the heads.
     """
 
     window_tokens: int
@@ -109,13 +109,13 @@ class ModelSizes:
     Attributes:
         heads: of each kind of layers.
         hidden_size: numbers of a token between layers.
-        layers: all of them, also those that do not attend.
-        layer_weights: that a token passes in all of them; of experts the ones that it is sent to.
+        layers: number of all layers, including those that do not attend.
+        layer_weights: weights that a token passes in all layers; of experts only those that it is sent to.
         head_weights: of the last matrix; 0 without one.
-        backward_share: operations of backward over operations of a model that is trained whole.
+        backward_share: operations of backward over those of a model without frozen weights.
         liger: whether layers have Liger's kernels.
         recomputes_layers, recomputes_attention: whether they run forward again in backward.
-        tensor_ranks: that divide every layer between them.
+        tensor_ranks: ranks that divide every layer between them.
     """
 
     heads: tuple[HeadSizes, ...]
@@ -137,7 +137,7 @@ class PredictedCosts:
     Attributes:
         rates: the GPU.
         token_seconds: of a token without attention, forward and backward.
-        pair_forward_seconds, pair_backward_seconds: of a pair of a query and a key, with all that is recomputed in
+        pair_forward_seconds, pair_backward_seconds: of a pair of a query and a key, including recomputation in
             backward.
     """
 
@@ -152,10 +152,10 @@ class MemoryUse:
     """Memory of one rank.
 
     Attributes:
-        kind: "GPU", as torch has it; or "process", the resident set of a process on CPUs.
-        peak_bytes: most that was in use at once since the process began.
-        reserved_bytes: that torch holds of the GPU; of a process as `peak_bytes`.
-        device_bytes: of the GPU, or of the host.
+        kind: "GPU", as torch counts it; or "process", the resident set of a process on CPUs.
+        peak_bytes: most bytes in use at once since the process began.
+        reserved_bytes: GPU memory that torch holds; for a process, `peak_bytes`.
+        device_bytes: memory of the GPU, or of the host.
     """
 
     kind: str
@@ -173,13 +173,13 @@ class RankTrace:
         micro_batch: number of the micro-batch, counted by the loader.
         written: seconds since 1970, when the pass began.
         rank: number of the rank among those that share documents, or of an attention server after them.
-        num_ranks: how many share documents.
+        num_ranks: number of ranks that share documents.
         servers: numbers of the attention servers that take part, in the order of their ranks.
         stage, chunk, tensor_rank: place among stages of a pipeline, part of the model on this stage, and place among
             tensor ranks; 0 without them.
         device: name of the GPU, or "cpu".
         ranks_per_node: ranks that share a node.
-        placed: whether batches are placed ones; else they were given.
+        placed: whether batches are placed; otherwise they were given.
         places_rows: whether rows of given batches are placed inside the model; else attention tasks move.
         fingerprint: of the plan, in hexadecimal digits. Equal on all ranks that share documents.
         documents, num_tokens, longest_document_tokens: of all ranks together.
@@ -189,16 +189,16 @@ class RankTrace:
             data, or as packs came, and as planned. The first has no servers, the second has them after all others.
         tokens_before, layer_tokens: `[ranks]` tokens of each rank, likewise; without servers.
         step_work_before, step_work: `[ranks]` operations of a step likewise: layers, attention, head and loss; without
-            servers, and empty where operations of the model are not known.
-        speeds: `[ranks]` relative speeds of the ranks of `work`, 0 for one that attends to nothing; empty where all
-            are equal.
+            servers, and empty if operations of the model are not known.
+        speeds: `[ranks]` relative speeds of the ranks of `work`, 0 for one that attends to nothing; empty if all are
+            equal.
         sent_bytes, received_bytes: (rank, bytes) of one layer's forward pass, mean over layers.
         calls: in the order in which they were made.
-        pass_seconds: from the beginning of the forward pass to the end of its last attention call, backward included.
+        pass_seconds: from the beginning of the forward pass to the end of the last attention call, including backward.
         step_seconds: from the beginning of this pass to that of the next one, on the host; None if none followed.
         is_complete: whether all calls of backward were made and had ended.
-        costs: None on CPUs, and where operations of the model are not known.
-        model: None where these are not known.
+        costs: None on CPUs, or if operations of the model are not known.
+        model: None if its sizes are not known.
         profile: file of the setting `kernel_times`; empty without one.
     """
 
@@ -241,12 +241,12 @@ class RankTrace:
 
     @property
     def before(self) -> str:
-        """Text for how documents lie in `work_before`."""
+        """Text for the order of documents in `work_before`."""
         return "documents packed in order" if self.placed else "batches as they came"
 
     @property
     def after(self) -> str:
-        """Text for how they lie in `work`."""
+        """Text for the order of documents in `work`."""
         return "placed" if self.placed else "rows placed inside the model" if self.places_rows else "attention moved"
 
     @property
@@ -256,7 +256,7 @@ class RankTrace:
 
     @property
     def is_server(self) -> bool:
-        """Whether it is that of an attention server."""
+        """Whether it is an attention server's trace."""
         return self.rank >= self.num_ranks
 
     def name_of(self, rank: int) -> str:

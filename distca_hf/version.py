@@ -33,13 +33,13 @@ def check_versions() -> None:
 
 
 def older_than(name: str, lowest: str) -> bool:
-    """Returns whether a package is installed in a version before `lowest`, of which two numbers count."""
+    """Returns whether the installed version of a package is before `lowest`, comparing two numbers."""
     version = _installed(name)
     return version is not None and _numbers(version) < _numbers(lowest)
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Returns the versions of packages, by name; missing ones are left out."""
+    """Returns the versions of packages, by name, without missing ones."""
     found = {name: _installed(name) for name in names}
     return {name: version for name, version in found.items() if version is not None}
 

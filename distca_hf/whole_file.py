@@ -1,7 +1,7 @@
-"""Whole files: writes so that the old file or the new one is there in full; and opens files that others made.
+"""Whole files: replaces a file as a whole, leaving the old or the new one complete; and opens files of other programs.
 
-A file name that can be guessed may have been taken: by a link to another file, a device or a pipe. Nothing here writes
-through a link or waits for a pipe, unless a user has named that very path.
+A guessable file name may have been taken: by a link to another file, a device or a pipe. Nothing here writes through a
+link or waits for a pipe, unless a user has named that very path.
 """
 
 import errno
@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 
-# Characters of a name that the name of an unfinished file begins with.
+# Characters of a file's name with which the name of its unfinished version begins.
 NAME_CHARACTERS = 100
 
 
 @contextmanager
 def replaced(path: Path, *, named: bool = False) -> Iterator[Path]:
     """Yields the path of an empty file in the same folder, which replaces `path` when the context ends without an
-    error. A file that is replaced hands on its mode; a new one has that of the umask.
+    error. Keeps the mode of a replaced file; a new one gets the umask's.
 
     Args:
-        named: whether a user gave this path. Then a link stays, and the file that it points to is replaced; a device
-            or a pipe is written to as it is.
+        named: whether a user gave this path. Then a link stays and its target is replaced, and a device or a pipe is
+            written to directly.
 
     Raises:
-        OSError: the file cannot be made, written or moved; `path` is as it was.
+        OSError: the file cannot be created, written or moved; `path` is unchanged.
     """
     if named and path.exists() and not path.is_file() and not path.is_dir():
         yield path
@@ -59,7 +59,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Opens a regular file to append to, without a buffer; it is made if it is not there.
+    """Opens a regular file to append to, without a buffer; creates it if necessary.
 
     Raises:
         OSError: it cannot be opened, or is a link, a device or a pipe.
@@ -76,7 +76,7 @@ def _checked(file: IO[bytes]) -> IO[bytes]:
 
 
 def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Returns all that a file holds.
+    """Returns the content of a file.
 
     Raises:
         OSError: it holds more than `most_bytes`.

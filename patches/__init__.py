@@ -1,7 +1,6 @@
-"""Changes to other packages, one file each, which says why no public seam exists and how the change is undone.
+"""Changes to other packages, one file each, which says why there is no public way and how the change is undone.
 
-The folder is installed as `distca_hf.patches`. Public registries come first; a patch comes only where there is
-none.
+The folder is installed as `distca_hf.patches`. Public registries come first; a patch is used only if there is none.
 """
 
 if __name__ == "patches":
@@ -17,10 +16,10 @@ class Patch:
 
     Attributes:
         name: short name for messages.
-        upstream: the symbol that is changed.
+        upstream: the changed symbol.
         reason: why it must be changed.
-        tested: versions it was tested with, oldest and newest.
-        apply: makes the change; does nothing when it is made already.
+        tested: oldest and newest version it was tested with.
+        apply: makes the change; does nothing if it is already made.
         revert: undoes it.
     """
 

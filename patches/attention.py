@@ -1,9 +1,9 @@
 """Registers "distca" as attention implementation and as mask implementation of Transformers.
 
 Upstream: `transformers.AttentionInterface` and `transformers.AttentionMaskInterface`, both public registries. Without
-a mask implementation Transformers would pass None for a padded batch too, and padding would be attended to. The mask
-functions of other implementations are registered once more, inside of one that first looks whether tokens of a placed
-batch have come to a model that does not know their plan (`integrations.mask`).
+a mask implementation Transformers would pass None for a padded batch, too, and padding would be attended to. The mask
+functions of other implementations are registered again, wrapped in one that first checks whether a model without their
+plan has received tokens of a placed batch (`integrations.mask`).
 
 Imports are inside the functions: this module may be imported while Transformers' own are half imported.
 """

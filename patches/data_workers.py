@@ -1,10 +1,10 @@
 """Lets worker processes of `DataLoader` outlive SIGTERM and Ctrl-C, for a training that saves on these signals.
 
-Launchers, schedulers and terminals signal all processes of a job. A rank needs batches until all ranks have heard of
-the signal, so its workers must not end before. They end with their iterator, or when their rank has ended.
+Launchers, schedulers and terminals signal all processes of a job. A rank needs batches until all ranks know of the
+signal, so its workers must not end earlier. They end with their iterator, or after their rank.
 
-Upstream: `torch.utils.data.DataLoader.__iter__`. Trainer initialises workers in training and not in evaluation, and a
-program may have loaders that Trainer does not know, so there is no one place to give an initialisation.
+Upstream: `torch.utils.data.DataLoader.__iter__`. Trainer initialises workers in training but not in evaluation, and a
+program may have loaders that Trainer does not know, so there is no single place for an initialisation.
 
 Torch and Python send SIGTERM to a worker that hangs, or that is left at exit. Here they kill it.
 """
@@ -29,7 +29,7 @@ class OutliveSignals:
     """An initialisation of a worker.
 
     Args:
-        then: what is done next: the loader's own initialisation.
+        then: the loader's own initialisation, which follows.
     """
 
     def __init__(self, then: Callable[[int], object] | None) -> None:
@@ -57,7 +57,7 @@ def _protecting(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not isinstance(loader.worker_init_fn, OutliveSignals):
             loader.worker_init_fn = OutliveSignals(loader.worker_init_fn)
         if (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
-            forkserver.ensure_running()  # not with signals blocked, as all processes that it forks would have them
+            forkserver.ensure_running()  # while signals are not blocked: its children inherit that
         before = set(multiprocessing.active_children())
         # Workers inherit what is blocked, so that no signal meets one that is not initialised yet.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -73,7 +73,7 @@ def _protecting(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _end_workers() -> None:
-    """Ends workers that are left when Python ends, before it waits for them. Torch would report each of them."""
+    """Ends remaining workers when Python ends, before it waits for them. Torch would report each of them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         if "terminate" in vars(child):

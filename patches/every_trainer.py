@@ -16,7 +16,7 @@ def _apply() -> None:
 
     if not hasattr(Trainer.train, INSTALLED):
         Trainer.__init__ = checking(Trainer.__init__)
-        # The plugin is in a layer above, which imports this one.
+        # The plugin is in a higher layer, which imports this one.
         Trainer.train = attaching(Trainer.train, lambda: sys.modules["distca_hf"].DistCAPlugin())
 
 

@@ -2,9 +2,9 @@
 
 Upstream: `accelerate.data_loader.skip_first_batches` makes a `DataLoader` of the same dataset, with a sampler that
 leaves out the first batches. A placed loader has no sampler: it places whole micro-batches for all ranks. There is no
-registry, and no method that it asks its argument for, so a loader cannot say either that it is read ahead.
+registry, and it calls no method of its argument, so a loader cannot report either that it is read ahead.
 
-Modules that imported the function by name before have the new one as well.
+Modules that have already imported the function by name get the new one as well.
 """
 
 import functools
@@ -24,12 +24,12 @@ READ_AHEAD = "distca_read_ahead"
 
 
 class LaterBatches:
-    """A placed loader without the first micro-batches of its next epoch, for programs that resume by counting. It has
-    all other attributes of the loader.
+    """A placed loader without the first micro-batches of its next epoch, for programs that resume by counting. All
+    other attributes are the loader's.
 
     Args:
-        loader: a placed loader, or one that already skips some micro-batches; it continues with the epoch after.
-        num_batches: micro-batches to leave out; they are neither read nor planned.
+        loader: a placed loader, or one that already skips some micro-batches; it continues with the next epoch.
+        num_batches: micro-batches to leave out, which are neither read nor planned.
     """
 
     def __init__(self, loader: "PlacedLoader | LaterBatches", num_batches: int) -> None:

@@ -32,13 +32,13 @@ from distca_hf.flops import H200_GIB
 from distca_hf.planning.plan import Plan
 
 
-# Most optimizer steps that are simulated: as many as `distca simulate` takes. And most of them times ranks and
-# micro-steps: planning takes a quarter of a millisecond per rank.
+# Most optimizer steps to simulate, as in `distca simulate`; and most steps x ranks x micro-steps: planning takes a
+# quarter of a millisecond per rank.
 MOST_STEPS, MOST_RANK_STEPS = 20, 2048
 
 
 def steps_worth_it(size: int) -> int:
-    """Returns the optimizer steps that `distca plan` simulates, of so many ranks times micro-steps."""
+    """Returns the number of optimizer steps that `distca plan` simulates for `size` ranks times micro-steps."""
     return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
 
 
@@ -50,10 +50,10 @@ class Assumptions:
         checkpointing: whether layers keep all activations ("none"), their inputs ("recomputed"), or inputs and outputs
             of attention ("saved").
         liger: whether Liger's kernels and its fused loss are used.
-        cluster: name or file of the profile that has the measured times.
+        cluster: name or file of the profile with the measured times.
 
     Raises:
-        ConfigError: a value is none of the allowed ones.
+        ConfigError: a value is not one of the allowed ones.
     """
 
     checkpointing: Checkpointing = "saved"
@@ -73,7 +73,7 @@ class Assumptions:
         return USABLE_SHARE * self.gpu_gib * GIB
 
     def simulation(self, request: PlanRequest) -> SimulationRequest:
-        """Returns what `distca simulate` is asked for the same training, and for as many steps as are worth it."""
+        """Returns the request to `distca simulate` for the same training, with as many steps as are worth it."""
         gpus, stages = request.num_gpus, request.num_gpus // request.num_ranks
         micro_steps = ceil_div(request.micro_steps, stages)
         return SimulationRequest(
@@ -91,11 +91,11 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Speed and memory of a training with these micro-batches, as `distca simulate` has them.
+    """Speed and memory of a training with these micro-batches, as `distca simulate` estimates them.
 
     Attributes:
         simulated: the first optimizer steps, in the way of the request, as plain packing, as sorted packs and in the
-            stages of its pipeline; if it was asked for in all ways.
+            stages of its pipeline; on request in all ways.
         ours: the way of the request, over the GPUs of all stages.
         costs: seconds of the parts of these steps, from measured times.
         memory: memory of the rank with most tokens, for each way to shard weights.
@@ -114,8 +114,8 @@ class Estimates:
         return self.ours.gain_over(self.simulated.way("sorted_packs"))
 
     def rank_seconds(self, plan: Plan, checkpointing: Checkpointing) -> dict[str, list[float]]:
-        """Returns `[ranks]` seconds of a micro-batch in all layers: of attention, and of all else but the optimizer
-        and collectives."""
+        """Returns `[ranks]` seconds of a micro-batch in all layers: of attention, and of everything else without the
+        optimizer and collectives."""
         attention = np.zeros(plan.layout.num_ranks)
         for mask, layers in self.costs.model.masks:
             tiles = Tiles.of(plan, mask)
@@ -176,10 +176,10 @@ def make_estimates(
 def memory_by_sharding(
     request: SimulationRequest, tokens: int, received_bytes: int, state_bytes: int = 0
 ) -> dict[Sharding, Memory]:
-    """Returns the memory of a rank with so many tokens, for each way to shard weights.
+    """Returns the memory of a rank with this many tokens, for each way to shard weights.
 
     Args:
-        received_bytes, state_bytes: that a rank receives in the forward pass of a layer, and of a mixer.
+        received_bytes, state_bytes: bytes that a rank receives in the forward pass of a layer, and of a mixer.
     """
     return {
         sharding: request.memory(request.setup(sharding), tokens, received_bytes, state_bytes=state_bytes)
@@ -202,9 +202,9 @@ class Choice:
         longest_document_tokens: length of the longest document that all ranks together hold.
         too_long_documents: number of documents of the dataset that are longer.
         memory_bytes: estimated peak of a rank; None if the model's size is not known.
-        fits: whether a GPU has that much memory; None likewise.
-        over_plain: simulated time of plain packing over time as planned; None likewise, if there are too long
-            documents and they are refused, or too few for a step; and for other choices than the requested one on
+        fits: whether a GPU has that much memory; None if that is not known.
+        over_plain: simulated time of plain packing over time as planned. None if the model's size is not known, if
+            documents are too long and refused, or too few for a step; and for choices other than the requested one on
             more than `MOST_RANKS_OF_CHOICES` ranks.
     """
 
@@ -315,7 +315,7 @@ def make_answer(
     """Collects all results.
 
     Args:
-        given_tokens: `[documents]` its lengths before any were cut.
+        given_tokens: `[documents]` lengths before any were cut.
     """
     request = step.request
     given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches
@@ -340,7 +340,7 @@ def _choices(
         return []
 
     def choice(tokens_per_rank: int) -> Choice:
-        """Returns the choice of a number of tokens per rank; of the requested one as it was estimated."""
+        """Returns the choice of a number of tokens per rank; for the requested one, with the estimates."""
         other = replace(request, tokens_per_rank=tokens_per_rank, bytes_limit=None)
         of_choice = estimates
         if tokens_per_rank != request.tokens_per_rank:

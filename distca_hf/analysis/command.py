@@ -123,7 +123,7 @@ def figure_of(answer: "PlanAnswer") -> "Figure":
 
 
 def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
-    """Runs `distca plan`. Output is printed at the very end, so that nothing is printed before an error.
+    """Runs `distca plan`. Prints output at the very end: nothing is printed before an error.
 
     Raises:
         ConfigError: an option, the model, or the picture's path is wrong.
@@ -151,7 +151,7 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
                 packed = divide_batch(documents.tokens, request).as_epoch()
             else:
                 packed = pack_epoch(documents.tokens, request, options.seed)
-        # Planning is timed: the garbage collector must not spend that time on objects of imports and reading.
+        # Planning is timed: the garbage collector must not run in it for objects of imports and reading.
         gc.collect()
         gc.freeze()
         step = make_report(request, packed.first_step(options.micro_steps), documents.source)
@@ -168,7 +168,7 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         print_answer(answer, Terminal())
 
 
-# Maximum number of bars; with more ranks several share a bar, which shows the heaviest of them.
+# Maximum number of bars. With more ranks, several share a bar, which shows the heaviest of them.
 MOST_BARS = 32
 # Smallest ratio of step times that counts as faster: runs differ by about this much.
 WORTH_IT = 1.02

@@ -22,7 +22,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.version import __version__
 
 
-# Packages on which bugs have depended: those that training imports, and those that bring kernels.
+# Packages on which bugs have depended: packages that training imports, and packages with kernels.
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "trl", "peft", "deepspeed"),
     *("liger-kernel", "flash-attn-4", "flash-attn"),
@@ -35,7 +35,7 @@ def add_to(app: typer.Typer, errors: Callable[[], AbstractContextManager[None]])
     """Adds the commands to an application.
 
     Args:
-        errors: makes the context that a command runs in, which turns refused input into one line.
+        errors: makes the context of a command, which turns refused input into one line.
     """
     for command, example in (
         (plan, "plan pretrain --gpus 8 --tokens-per-rank 16384 --compare"),

@@ -4,7 +4,7 @@ Training packs all documents into the micro-batches of an epoch, in an order tha
 optimizer step takes the first of them, one for each micro-step.
 
 Balance of documents in order is computed for all micro-batches. Plans are made for optimizer steps spread evenly over
-the epoch. Of few all are planned, otherwise as many as take about a second.
+the epoch: for all if they are few, otherwise for as many as take about a second.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ Track = Callable[[Sequence[int]], Iterable[int]]  # yields the given items, and 
 
 @dataclass(frozen=True)
 class Origin:
-    """Place of an optimizer step in training: it is the first one of this epoch.
+    """Place of an optimizer step in training: the first one of this epoch.
 
     Attributes:
         seed: seed of the order of documents, together with the epoch's number.
@@ -125,8 +125,8 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerSt
 
 
 def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
-    """Returns lengths after the policy for documents that are longer than a micro-batch, or than a rank holds where
-    they stay whole.
+    """Returns lengths after the policy for documents that are longer than a micro-batch, or, if documents stay whole,
+    than a rank holds.
 
     Raises:
         PackingError: there are such documents, and the policy refuses them; or documents are longer than the model
@@ -209,7 +209,7 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> In
     Args:
         document_tokens: `[documents]` lengths of the whole dataset.
     """
-    # 1. All documents of the epoch in one line: where each stops, and the pairs up to there.
+    # 1. All documents of the epoch in one line: the end of each, and the pairs up to there.
     lengths = document_tokens[epoch.documents]
     stops = np.concatenate([[0], np.cumsum(lengths)])
     # The sum over millions of documents may overflow; differences within a micro-batch are still exact.
@@ -218,7 +218,7 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> In
     first = stops[epoch.offsets[:-1], None]
     tokens = np.diff(stops[epoch.offsets])
     borders = first + tokens[:, None] * np.arange(num_ranks + 1) // num_ranks
-    # 3. Pairs up to each border: of whole documents, and inside of the document that the border cuts.
+    # 3. Pairs up to each border: of whole documents, and inside the document that the border cuts.
     document = np.searchsorted(stops, borders, side="right") - 1
     inside = borders - stops[document]
     work = np.diff(pairs[document] + causal_pairs_of(np.zeros_like(inside), inside), axis=1)

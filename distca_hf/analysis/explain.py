@@ -173,7 +173,7 @@ def _segments(layout: Layout, rank: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 class _Notes(PassTrace):
-    """Lines of one rank. Texts wait until the trace says what their time was spent on, which begins their lines."""
+    """Lines of one rank. A text waits until the trace says what its time was spent on, which begins the line."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -197,7 +197,7 @@ class _Notes(PassTrace):
         self._texts.clear()
 
     def take(self) -> list[str]:
-        """Returns the lines so far, and forgets them."""
+        """Returns and clears the lines so far."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -215,7 +215,7 @@ def _rows_of_ranks(counts: Sequence[int], direction: str) -> str:
 
 @dataclass
 class _NotingKernel:
-    """Kernel that notes its calls and computes nothing.
+    """A kernel that notes its calls and computes nothing.
 
     Attributes:
         num_heads: KV heads of the layer.

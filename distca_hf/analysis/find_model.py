@@ -1,8 +1,8 @@
 """Find model: shape and size of the model that `--model` names.
 
-Built-in names (`PRESETS`) need no library. A config.json is read without one, too, except for its number of
-weights. All other names are from Transformers: a model type or class, with the sizes of its default configuration.
-Weights are counted in a model without memory (torch's meta device).
+Built-in names (`PRESETS`) need no library. Neither does a config.json, except for its number of weights. All other
+names are from Transformers: a model type or class, with the sizes of its default configuration. Weights are counted in
+a model without memory (torch's meta device).
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from distca_hf.analysis.check.find import Candidate
 
-# Length of documents with which a model is checked: one that every model has positions for.
+# Length of the documents that a model is checked with: every model has positions for it.
 ANY_DOCUMENT_TOKENS = 128
-# The GPU whose kernels a model is judged by, that of shipped times.
+# The GPU whose kernels a model is judged by: the one of the shipped times.
 GPU = "h200"
 # Forward operations of one token and weight: a multiplication and an addition.
 FLOPS_OF_WEIGHT = 2
@@ -61,7 +61,7 @@ def find_model(name: str | None, tries: bool = True) -> ModelShape:
 
 
 def read_model(path: Path, tries: bool = True) -> ModelShape:
-    """Reads a config.json, or that of a folder; with its size and verdict, if Transformers has the model type.
+    """Reads a config.json, or the one in a folder. Adds size and verdict if Transformers has the model type.
 
     Args:
         tries: see `find_model`.
@@ -98,7 +98,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     no_stages = ""
     try:
         LayerStack.of(model)
-    except Exception as error:  # a model's code may raise anything where modules are left out
+    except Exception as error:  # without some of its modules, a model's code may raise anything
         no_stages = str(error)
     config = candidate.config.get_text_config()
     others = {key: getattr(config, key) for key in config.attribute_map}  # CodeGen writes n_head

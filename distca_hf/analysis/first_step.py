@@ -132,11 +132,11 @@ class PlannedMicroBatch:
 
     Attributes:
         document_tokens: `[documents]` lengths, in the order of the micro-step.
-        work: `[ranks]` attended pairs each rank computes, times `head_parts`.
-        tokens: `[ranks]` tokens each rank holds.
-        bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; nothing to oneself. Queries
+        work: `[ranks]` attended pairs that each rank computes, times `head_parts`.
+        tokens: `[ranks]` tokens that each rank holds.
+        bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; 0 to the same rank. Queries
             and outputs of tasks that move are sent once, keys and values once per document and server.
-        head_parts: parts that heads are divided into, of which a rank may compute some; 1 if it computes all heads.
+        head_parts: parts into which heads are divided, of which a rank may compute some; 1 if it computes all heads.
         state_bytes: most bytes that one rank sends or receives in the forward pass of one mixer; None if sizes of
             states are not known.
     """

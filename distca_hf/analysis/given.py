@@ -38,9 +38,9 @@ class GivenMicroBatch:
     """One micro-batch of all ranks.
 
     Attributes:
-        facts: as training has them if hidden states return.
+        facts: as in training, if hidden states return.
         stays: whether no row moves.
-        moved_tokens: tokens that are computed on another rank than their batch is on.
+        moved_tokens: tokens that are computed on a rank other than their batch's.
     """
 
     facts: PlanFacts
@@ -68,7 +68,7 @@ class GivenAnswer:
 
     Attributes:
         row_tokens: `[rows]` all lengths.
-        micro_batches: those that were looked at.
+        micro_batches: micro-batches that were planned.
     """
 
     request: SimulationRequest
@@ -80,11 +80,11 @@ class GivenAnswer:
 
     @property
     def places_rows(self) -> bool:
-        """Whether rows are placed inside the model; else tasks move."""
+        """Whether rows are placed inside the model; otherwise tasks move."""
         return not self.request.model.whole_documents
 
     def totals(self, loss_is_placed: bool) -> PlanTotals:
-        """Returns the sums that training logs means of."""
+        """Returns the sums whose means training logs."""
         sums = PlanTotals()
         for facts in self._facts(loss_is_placed):
             sums = sums.plus(facts, self.request.model.flops)
@@ -102,7 +102,7 @@ class GivenAnswer:
 
     @property
     def moved_share(self) -> float:
-        """Share of the tokens that are computed on another rank than their batch is on."""
+        """Share of the tokens that are computed on a rank other than their batch's."""
         return sum(one.moved_tokens for one in self.micro_batches) / self.totals(False).tokens
 
     @property
@@ -187,7 +187,7 @@ def answer(
 
 
 def run_given(options: PlanOptions) -> None:
-    """Runs `distca plan --batch-size`. Output is printed at the very end, so that an error leaves none.
+    """Runs `distca plan --batch-size`. Prints output at the very end: nothing is printed before an error.
 
     Raises:
         ConfigError: an option or the model is wrong.

@@ -12,11 +12,11 @@
 | a folder, a pattern with `*` | files of one of these kinds; in a folder their names differ in numbers only |
 | `pretrain`, `prolong` | samples that come with distca_hf, unless a file has that name |
 
-Files of text may be compressed (`.gz`). A column of lengths has one of the names in `NUMBER_COLUMNS` and whole
-numbers, or is called `input_ids` and has lists, whose lengths count. Several such columns must agree in every row.
+Text files may be compressed (`.gz`). A column of lengths has one of the names in `NUMBER_COLUMNS` and whole numbers,
+or is called `input_ids` and has lists, whose lengths count. If there are several, they must agree in every row.
 
-A saved dataset with `input_ids` is one that the loader accepts, and is read as the loader reads it (`data.documents`).
-It may have any other columns. With a column `seq_lengths` a row has several documents.
+A saved dataset with `input_ids` must be one that the loader accepts, and is read as the loader reads it
+(`data.documents`). It may have any other columns. With a column `seq_lengths`, a row has several documents.
 """
 
 import csv
@@ -59,8 +59,8 @@ OF_TEXTS = (
 )
 # A number as `numpy.savetxt` writes it.
 SAVETXT = re.compile(r"-?\d\.\d+e[+-]\d+")
-# Most that is read at once, so that a small file that unpacks to a large one ends in an error: lengths of 100 million
-# documents, and tokens of a document of 40 million.
+# Most that is read at once, or a small compressed file could fill memory: lengths of 100 million documents, and tokens
+# of a document of 40 million.
 MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
 
 
@@ -91,7 +91,7 @@ def read_lengths(path: Path) -> DocumentLengths:
 
 
 def _read(path: Path) -> DocumentLengths:
-    """Reads lengths by the ending of the path."""
+    """Reads lengths with the reader for the path's ending."""
     if path.is_dir():
         files = _files_of(path)
         return _read_files(files, path) if files else _read_dataset(path)
@@ -104,7 +104,7 @@ def _read(path: Path) -> DocumentLengths:
 
 
 def _ending(path: Path) -> str:
-    """Returns the ending of a file's name, of text without that of its compression."""
+    """Returns the ending of a file's name, for text without the ending of its compression."""
     text = path.name.lower().removesuffix(".gz").rpartition(".")[2]
     return text if text in TEXT_READERS else path.suffix.lower().removeprefix(".")
 
@@ -113,7 +113,7 @@ def _files_of(folder: Path) -> list[Path]:
     """Returns the files of lengths in a folder, in the order of their names; none if it is a saved dataset."""
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
         return []
-    endings = READERS.keys() - {"json"}  # files of metadata end so
+    endings = READERS.keys() - {"json"}  # the ending of metadata files
     files = sorted(file for file in folder.rglob("*") if file.is_file() and _ending(file) in endings)
     names = sorted({re.sub(r"\d+", "*", str(file.relative_to(folder))) for file in files})
     if len(names) > 1:
@@ -268,7 +268,7 @@ class Numbers:
         return f"{self._source}: {self._each} {len(self._numbers)}"
 
     def _refusal(self, kind: str, is_text: bool) -> PackingError:
-        """Returns the error for another value than a number; for a text that is the first, with the way to lengths."""
+        """Returns the error for a value that is not a number; if the first value is text, with the way to lengths."""
         way = OF_TEXTS if is_text and not self._numbers else ""
         return PackingError(f"{self._next} is {kind}, not a whole number{way}")
 

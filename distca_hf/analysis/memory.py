@@ -5,23 +5,24 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
     peak = state + max(head, layer), or the optimizer's step if that is more
 
     state   weights and AdamW's state of this rank's share: with FSDP2 (4 + 8) P / R bytes for P weights on R ranks, in
-            fp32; with ZeRO-3 (6 + 8) P / R. And gradients that are there when the last micro-step's backward begins
+            fp32; with ZeRO-3 (6 + 8) P / R. And gradients held when the last micro-step's backward begins
             (`gradient_bytes`)
     head    the loss: T (kept + 12 V) bytes, V: vocabulary. Log-softmax, two gradients in fp32. Liger's fused loss
             holds the numbers of a chunk instead, about T x hidden
-    layer   backward of the last layer begins: T (kept + computed) bytes, its gathered weights, their gradient and the
-            weights of the layer before, and keys and values of other ranks
-    optimizer's step   weights, AdamW's state and a rank's share of fp32 gradients, when activations are gone
+    layer   when backward of the last layer begins: T (kept + computed) bytes, its gathered weights, their gradient and
+            the weights of the layer before, and keys and values of other ranks
+    optimizer's step   weights, AdamW's state and a rank's share of fp32 gradients, without activations
 
 *Kept* is the input of every checkpointed layer, attention's output and log-sum-exps with
 `checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while
-its backward runs. Sizes of tensors are from Transformers' layers in bf16: of an RMS norm an fp32 copy of its
-input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
+its backward runs. Sizes of tensors are from Transformers' layers in bf16. An RMS norm saves an fp32 copy of its input,
+the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
 
-Tensor ranks, as Transformers has them, divide heads, MLPs and weights. Hidden states, norms and logits are whole on
-each of them, and the embedding's weights are not gathered in backward.
+Transformers' tensor ranks divide heads, MLPs and weights. Hidden states, norms and logits are whole on each of them,
+and the embedding's weights are not gathered in backward.
 
-Left out are the memory of CUDA and NCCL, and memory that torch reserves without using it. Measured peaks next to these
+The memory of CUDA and NCCL, and memory that torch reserves without using it, are left out. Measured peaks next to
+these
 estimates: `docs/benchmarks/training.md`. ZeRO-3, experts and mixers were not measured.
 """
 
@@ -53,27 +54,27 @@ NORM_BYTES, LIGER_NORM_BYTES = 8, 4
 ZERO3_BYTES, ZERO3_LAYER_BYTES = 6, 4
 # Share of a GPU's memory that torch may allocate; CUDA, NCCL and torch's reserve need the rest.
 USABLE_SHARE = 0.9
-# Parts of a layer's weights that are there at once under FSDP2: its own, their gradients, and the next layer's.
+# Sets of a layer's weights held at once under FSDP2: its own, their gradients, and the next layer's.
 GATHERED_LAYERS = 3
 
 
 def check_checkpointing(name: str) -> None:
-    """Raises ConfigError where a way of activation checkpointing is none of the known ones."""
+    """Raises ConfigError if a way of activation checkpointing is not one of the known ones."""
     if name not in get_args(Checkpointing):
         raise ConfigError(f"--checkpointing {name} must be one of {', '.join(get_args(Checkpointing))}")
 
 
 @dataclass(frozen=True)
 class LayerSize:
-    """One kind of decoder layers, as far as memory depends on it.
+    """The sizes of one kind of decoder layers that decide memory.
 
     Attributes:
         count: layers of this kind.
-        parameters: weights of one layer, all experts included.
-        mlp_size: width of a gated MLP with as many weights as a token passes besides attention; of experts the ones
+        parameters: weights of one layer, including all experts.
+        mlp_size: width of a gated MLP with as many weights as a token passes besides attention; of experts only those
             that it is sent to. A mixer counts as a part of it.
         heads: heads of attention; None for a layer without attention.
-        window_tokens: the window; None where documents are seen in full.
+        window_tokens: the window; None for full attention.
     """
 
     count: int
@@ -123,8 +124,8 @@ class DecoderSize:
     Attributes:
         hidden_size: numbers of a token's vector between layers.
         vocabulary: size of the vocabulary; 0 for a model without a head.
-        embedding_parameters: weights outside of the layers, which FSDP2 gathers for the whole step: of the embedding,
-            and of the head if it has its own weights.
+        embedding_parameters: weights outside the layers, which FSDP2 gathers for the whole step: of the embedding, and
+            of the head if it has its own weights.
     """
 
     hidden_size: int
@@ -145,7 +146,7 @@ class DecoderSize:
 
     @property
     def largest_layer_parameters(self) -> int:
-        """Weights of the largest layer, all experts included."""
+        """Weights of the largest layer, including all experts."""
         return max((layer.parameters for layer in self.layers), default=0)
 
 
@@ -160,7 +161,7 @@ class TrainingSetup:
         liger: Liger's kernels and its fused loss, which holds no logits.
         optimizer_bytes: bytes of the optimizer's state per weight.
         kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
-        tensor_ranks: of these ranks that divide every layer, and hold the same tokens.
+        tensor_ranks: number of these ranks that divide every layer, and hold the same tokens.
         micro_steps: micro-steps of an optimizer step, as Trainer accumulates them.
     """
 
@@ -185,13 +186,13 @@ class Memory:
 
     Attributes:
         parameters, optimizer: its share of weights, and of the optimizer's state.
-        gradients: those that are there when the last micro-step's backward begins (`gradient_bytes`).
+        gradients: held when the last micro-step's backward begins (`gradient_bytes`).
         gathered: whole weights and gradients of weights of the layers that are computed at that time.
         kept: activations that all layers keep until backward.
         layer: activations and gradients of one layer while its backward runs; 0 if the head needs more.
         head: logits, their gradients and the last norm; 0 if a layer needs more.
         received: keys and values of other ranks, and their gradients.
-        optimizer_step: its share when the optimizer runs, gradients included, and nothing else.
+        optimizer_step: its share when the optimizer runs, including gradients, and nothing else.
     """
 
     parameters: int
@@ -216,7 +217,7 @@ class Memory:
 
     @property
     def backward(self) -> int:
-        """Bytes where backward begins."""
+        """Bytes when backward begins."""
         return self.state + self.gathered + self.kept + self.computed + self.received
 
     @property
@@ -285,7 +286,7 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes that are there at a moment of backward, besides state and kept activations."""
+    """Bytes held at a moment of backward, besides state and kept activations."""
 
     gathered: int
     received: int
@@ -330,7 +331,7 @@ def _layer_moment(
 
 
 def shardings(micro_steps: int, whole_documents: bool) -> list[Sharding]:
-    """Returns the ways to shard weights that a training has: `sync_each_batch` makes a difference if micro-steps are
+    """Returns the ways to shard weights that a training can use: `sync_each_batch` matters if micro-steps are
     accumulated, and ZeRO-3 cannot train models whose documents stay whole."""
     ways: dict[Sharding, bool] = {"fsdp2": True, "fsdp2_synced": micro_steps > 1, "zero3": not whole_documents}
     return [way for way, is_there in ways.items() if is_there]
@@ -339,12 +340,12 @@ def shardings(micro_steps: int, whole_documents: bool) -> list[Sharding]:
 def gradient_bytes(way: Sharding | Literal["zero2", "ddp"], parameters: int, share: int, micro_steps: int) -> int:
     """Returns the bytes of gradients that a rank holds when the last micro-step's backward begins, in bf16 training.
 
-    Trainer runs all micro-steps but the last under `no_sync`. FSDP2 then keeps whole gradients in bf16 on every rank,
-    and `sync_each_batch` makes it sum them over ranks in each micro-step. DeepSpeed always does. The optimizer's step
-    frees gradients, but for the buffer that ZeRO-3 allocates once.
+    Trainer runs all micro-steps except the last under `no_sync`. FSDP2 then keeps whole gradients in bf16 on every
+    rank; with `sync_each_batch` it sums them over ranks in each micro-step, as DeepSpeed always does. The optimizer's
+    step frees gradients, except for the buffer that ZeRO-3 allocates once.
 
     Args:
-        parameters, share: weights whose gradients a rank computes, and those that it updates.
+        parameters, share: numbers of weights whose gradients a rank computes, and that it updates.
     """
     if way == "zero3":
         return HALF_BYTES * share
@@ -368,10 +369,10 @@ def largest_tokens(
     choices: Sequence[int],
     state_bytes: int = 0,
 ) -> int:
-    """Returns the largest of some numbers of tokens per rank that fits a GPU; 0 if none does.
+    """Returns the largest of some numbers of tokens per rank that fits a GPU; 0 if none fits.
 
     Args:
-        size, setup, rank_tokens, received_bytes, state_bytes: as of `estimate_memory`; received bytes grow with the
+        size, setup, rank_tokens, received_bytes, state_bytes: see `estimate_memory`; received bytes grow with the
             tokens, states do not.
         room_bytes: bytes that torch may allocate.
     """

@@ -26,13 +26,13 @@ MLP_MATRICES = 3
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of weights of a model, as far as time and memory of a step depend on them.
+    """The numbers of weights of a model that decide time and memory of a step.
 
     Attributes:
         hidden_size: size of a token's vector between layers.
-        layer_parameters: weights of all layers that one token passes; of experts only the ones that it is sent to.
+        layer_parameters: weights of all layers that one token passes; of experts only those that it is sent to.
         embedding_parameters: weights of the embedding, and of the head if it has its own weights.
-        of_layers: the same layer by layer, where layers were counted; by default all are alike.
+        of_layers: the same layer by layer, if layers were counted; by default all are alike.
     """
 
     layers: int
@@ -59,7 +59,7 @@ class ModelSize:
 
         Args:
             mlp_size: width of an MLP, or of an expert.
-            experts, experts_per_token: number of MLPs of a layer, and of the ones that a token is sent to.
+            experts, experts_per_token: number of MLPs of a layer, and number that a token is sent to.
         """
         mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
         rest = attention_parameters(heads, hidden_size) + router
@@ -80,7 +80,7 @@ class ModelSize:
 
     @property
     def largest_layer_parameters(self) -> int:
-        """Weights of one layer, all experts included."""
+        """Weights of one layer, including all experts."""
         return (self.parameters - self.embedding_parameters) // self.layers
 
     def mlp_size(self, heads: Heads) -> float:
@@ -111,14 +111,14 @@ class ModelShape:
         heads: heads of one layer.
         size: numbers of weights; None if they are not known.
         other_layers: text for layers that are not full attention; empty if there are none.
-        full_layers: layers that attend to whole documents; None: all that are in none of the other two.
+        full_layers: layers that attend to whole documents; None: all except the other two kinds.
         window_layers: masks with windows, each with the number of its layers.
-        mixer_layers: layers that carry a state, besides attention or in its place.
+        mixer_layers: layers that carry a state, besides attention or instead of it.
         whole_documents: whether documents stay whole on a rank, because some of these states cannot travel.
-        state_size: of their mixers; None without them, if documents stay whole, or if it is not known.
-        limits: what a training must keep to, as `distca check` says it.
+        state_size: of their mixers; None without mixers, if documents stay whole, or if it is not known.
+        limits: limits of a training, as `distca check` states them.
         longest_document_tokens: longest document that the model takes; None if it takes any.
-        no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
+        no_stages: why it cannot be divided into stages of a pipeline; empty if it can, or if that is unknown.
     """
 
     name: str
@@ -147,7 +147,7 @@ class ModelShape:
 
     @property
     def has_unknown_states(self) -> bool:
-        """Whether mixers exchange states of which the size is not known."""
+        """Whether mixers exchange states of unknown size."""
         return bool(self.mixer_layers) and not self.whole_documents and self.state_size is None
 
     @property
@@ -157,7 +157,7 @@ class ModelShape:
 
 
 class SimulatedModel(ModelShape):
-    """A model whose size is known, and that attends: one whose steps can be simulated."""
+    """A model whose steps can be simulated: its size is known, and it attends."""
 
     size: ModelSize
 
@@ -185,14 +185,14 @@ class SimulatedModel(ModelShape):
 
     @property
     def flops(self) -> StepFlops:
-        """Operations of a step; of pairs a mean over attention layers."""
+        """Operations of a step; for pairs, a mean over attention layers."""
         weights, head = self.size.layer_parameters + self.size.head_parameters, self.size.head_parameters
         pair = 2.0 * (self.heads.dim + self.heads.value_dim) * self.heads.query * self.attention_layers
         return StepFlops.of(weights, weights, pair, head)
 
     @property
     def pass_costs(self) -> PassCosts:
-        """Seconds of a token and of a pair by which a training shapes steps for a pipeline."""
+        """Seconds of a token and of a pair with which a training shapes steps for a pipeline."""
         return self.flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
 
 
@@ -207,9 +207,9 @@ def llama_shape(
 
     Args:
         heads: num_attention_heads, num_key_value_heads, head_dim.
-        sizes: num_hidden_layers, hidden_size, intermediate_size (that of an expert), vocab_size.
+        sizes: num_hidden_layers, hidden_size, intermediate_size (of an expert), vocab_size.
         tied: tie_word_embeddings.
-        experts: number of experts of a layer, and of the ones that a token is sent to.
+        experts: number of experts of a layer, and number that a token is sent to.
     """
     query, key_value, dim = heads
     shape = Heads.of_config({"num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": dim})
@@ -267,7 +267,7 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def content_of(path: Path) -> str:
-    """Returns what a path is that holds no configuration of Transformers, and what to give instead."""
+    """Describes a path that holds no Transformers configuration, and says what to give instead."""
     if not path.is_dir():
         return f"give its folder, or its {CONFIG_FILE}; {path.suffix or 'such a file'} is not read"
     if (path / "adapter_config.json").is_file():
@@ -280,11 +280,11 @@ def content_of(path: Path) -> str:
 
 @contextmanager
 def without_hub() -> Iterator[None]:
-    """Keeps Transformers off the network, except for what is in its cache. The configuration in a file may name
-    kernels, code and backbones on the Hub, and planning needs none of them.
+    """Keeps Transformers off the network; it may use its cache. A configuration may name kernels, code and backbones
+    on the Hub, and planning needs none of them.
 
     Raises:
-        ConfigError: it cannot do without one of them.
+        ConfigError: the configuration needs one of them.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import OfflineModeIsEnabled

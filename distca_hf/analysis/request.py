@@ -26,17 +26,17 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
 
 
-# Documents are placed, or documents in order stand for given batches whose tokens stay and whose tasks move.
+# Documents are placed; or documents in order represent given batches, whose tokens stay and whose tasks move.
 LAYOUTS = ("placed", "fixed")
 OVERLONG = get_args(OverlongPolicy)
-# Maximum number of ranks: the table of bytes between each two of them has 64M entries.
+# Maximum number of ranks: the table of bytes between any two of them has 64M entries.
 MAX_RANKS = 8192
 # Maximum number of micro-steps of an optimizer step, all of which are planned; far more than trainings use.
 MAX_MICRO_STEPS = 1024
 
 
 def check_ranges(*options: tuple[str, int, int]) -> None:
-    """Refuses options whose value is not from 1 to their most.
+    """Refuses options whose value is not from 1 to their maximum.
 
     Raises:
         ConfigError: names the first of them.
@@ -137,7 +137,7 @@ class PlanRequest:
             self.num_ranks,
             model.heads.groups,
             token_bytes=model.token_bytes,
-            # Figures are from full layers, also where a model has none.
+            # Figures are from full layers, even if a model has none.
             layer_masks=model.masks if CAUSAL_MASK in dict(model.masks) else CAUSAL_LAYERS,
             whole_documents=model.whole_documents,
             step_shape=self.pipeline,

@@ -1,4 +1,4 @@
-"""States: what models whose layers carry a state exchange for cut documents, from the sizes of their mixers."""
+"""States: sizes of the states that mixers exchange for cut documents."""
 
 import inspect
 import math
@@ -23,10 +23,10 @@ class StateSize:
     """What every mixer of a model exchanges for cut documents in a forward pass.
 
     Attributes:
-        mixers: how many there are.
+        mixers: number of mixers.
         heads: of a state, which ranks of a document may divide.
-        head_bytes: of a head's summary (M, B) of a fragment; 0 of a convolution, which has no other state.
-        halo_tokens, halo_bytes: tokens before a fragment that convolutions see, and bytes of each.
+        head_bytes: of a head's summary (M, B) of a fragment; 0 for a convolution, which has no other state.
+        halo_tokens, halo_bytes: tokens before a fragment that convolutions read, and bytes of each.
     """
 
     mixers: int
@@ -36,8 +36,8 @@ class StateSize:
     halo_bytes: int
 
     def most_bytes(self, layout: Layout) -> int:
-        """Returns the most bytes that a rank sends or receives in a mixer. Several exchanges are added up
-        even if their busiest ranks differ, and fragments are taken to be longer than a halo."""
+        """Returns the most bytes that a rank sends or receives in a mixer. Adds up several exchanges even if their
+        busiest ranks differ, and assumes that fragments are longer than a halo."""
         cut = Fragments.of(layout, 0, self.halo_tokens).cut
         if not len(cut.rank):
             return 0
@@ -63,8 +63,8 @@ def _of_channels(channels: int, numbers: int) -> tuple[int, int]:
 
 
 def state_size_of(model: "PreTrainedModel") -> StateSize | None:
-    """Returns what mixers exchange, all as the largest: in bf16, and states in fp32. None if there are none, documents
-    stay whole, or a mixer keeps its sizes under other names."""
+    """Returns what mixers exchange, taking all as the largest, in bf16, with states in fp32. None if there are no
+    mixers, documents stay whole, or a mixer has other names for its sizes."""
     from distca_hf.integrations.models.carried_mixers import CONVOLUTION, REPLACED
     from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of
 

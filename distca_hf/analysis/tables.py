@@ -29,19 +29,19 @@ PART_NAMES = {
     "computed": "work space: a layer or logits",
     "received": "keys and values of other ranks",
 }
-# Width of text without a terminal: that of most terminals.
+# Width of text without a terminal, the same as most terminals.
 COLUMNS = 80
 
 
 class Terminal(Console):
-    """A console that reads no markup, and shows no character that a terminal would follow except its own."""
+    """A console that reads no markup, and shows no control characters except its own."""
 
     def __init__(self, stderr: bool = False) -> None:
         width = None if Console(stderr=stderr).is_terminal else COLUMNS
         super().__init__(stderr=stderr, width=width, markup=False)
 
     def render(self, *arguments: Any) -> Iterator[Segment]:
-        """Yields the parts of what is printed. See `rich.console.Console`."""
+        """Yields the parts of the output. See `rich.console.Console`."""
         for segment in super().render(*arguments):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -74,7 +74,7 @@ class PlanProgress:
 
     @contextmanager
     def counting(self, words: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
-        """Shows how many of some items are done; yields a function that hands them on."""
+        """Shows how many of some items are done; yields a function that passes them on."""
         task = self._progress.add_task(words, total=total)
 
         def count(items: Iterable[T]) -> Iterator[T]:

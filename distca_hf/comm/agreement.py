@@ -1,14 +1,13 @@
-"""Agreement: before anything is sent for a micro-batch, ranks show each other that they are about to do the same.
+"""Agreement: ranks check that they are about to do the same before they send anything for a micro-batch.
 
-All-to-alls whose two sides disagree corrupt data silently (gloo) or hang (NCCL). A few integers per micro-batch,
-gathered while the batch is still being prepared, turn that into an error that names the ranks.
+If the two sides of an all-to-all disagree, it corrupts data silently (gloo) or hangs (NCCL). Ranks therefore gather a
+few integers per micro-batch while the batch is still being prepared, and raise an error that names the ranks instead.
 
-Facts travel as a digest of 63 bits. Only where digests differ do their names and values follow, so that there may be
-any number of them.
+Facts travel as a digest of 63 bits. Their names and values follow only if digests differ, so there may be many.
 
 A process group delivers exchanges in the order in which each rank starts them. If two ranks start them in different
-orders, rows of one place arrive in another. Wrong numbers (gloo, equal sizes), an abort or a hang follow. This package
-keeps one order. For debugging, `CheckedTransport` finds code that does not, for one more message per exchange.
+orders, rows of one place arrive in another. That gives wrong numbers (gloo, equal sizes), an abort or a hang. This
+package keeps one order. For debugging, `CheckedTransport` finds code that does not, at one more message per exchange.
 """
 
 import enum
@@ -45,7 +44,7 @@ class Occasion(enum.IntEnum):
     MOVE = 10  # move rows to where a model's layers compute them
 
 
-# Ranks that take a step together. A rank that is unable shows it to the ranks of the step that it should have taken.
+# Ranks that take a step together. A rank that is unable tells the ranks of the step that it should have taken.
 SCOPE_OF = {
     Occasion.TAKE: Scope.GROUP,
     Occasion.PLAN: Scope.LAYERS,
@@ -58,15 +57,15 @@ SCOPE_OF = {
     Occasion.MOVE: Scope.LAYERS,
 }
 
-# Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, and nothing else.
+# Bytes of text in one integer: gathers carry signed integers of 64 bits and nothing else.
 BYTES_PER_INTEGER = 4
-# Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
+# Integers in every agreement, whatever its occasion: two that meet by mistake must still be comparable.
 WIDTH = 16
-# The first of them: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
+# Of these, the header: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
 HEADER = 5
-# Facts that an error shows, the first that differ: later facts follow from earlier ones.
+# Differing facts that an error shows: the first ones, because later facts follow from earlier ones.
 FACTS_SHOWN = 2
-# What to do about a difference, by the step that some rank takes; most often that of TAKE.
+# What to do about a difference, by the step that some rank takes; TAKE's for all other steps.
 REMEDIES = {
     Occasion.DIFFERENTIATE: (
         "All ranks must run backward of the same forward passes, in the same order and equally often: a loss that one "
@@ -86,12 +85,12 @@ REMEDIES = {
     ),
     Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
 }
-# Ranks that an error names for each value; of a large job the number of the others follows.
+# Most ranks that an error names for a value. If there are more, it gives the number of the others.
 RANKS_SHOWN = 4
 
 
 class Facts(dict[str, object]):
-    """Facts by name that do not change, so that their text and digest are made once."""
+    """Facts by name. They do not change, so their text and digest are made once."""
 
     @cached_property
     def text(self) -> bytes:
@@ -100,13 +99,13 @@ class Facts(dict[str, object]):
 
     @cached_property
     def digest(self) -> int:
-        """Of the text, 63 bits."""
+        """Digest of the text, 63 bits."""
         return int.from_bytes(hashlib.blake2b(self.text, digest_size=8).digest()) >> 1
 
 
 @dataclass
 class Agreement:
-    """Facts on their way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`.
+    """Facts under way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`.
 
     Attributes:
         scope: ranks that agree.
@@ -132,7 +131,7 @@ class Agreement:
         numbers: Mapping[str, int],
         scope: Scope | None = None,
     ) -> "Agreement":
-        """Starts showing `facts` and `numbers`; for one occasion `numbers` has the same names on all ranks.
+        """Starts sending `facts` and `numbers`. For one occasion, `numbers` must have the same names on all ranks.
 
         Args:
             scope: ranks that agree; by default the occasion's.
@@ -154,8 +153,8 @@ class Agreement:
 
     @classmethod
     def announce_unable(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> None:
-        """Shows the other ranks, which go on to this micro-batch, that this one cannot. A failure to do so is only
-        logged: the error that brought this about is the one to raise.
+        """Tells the other ranks, which go on to this micro-batch, that this one cannot. Only logs if that fails: the
+        caller has an error to raise already.
 
         Args:
             instead_of: the step that the others are about to take.
@@ -169,8 +168,8 @@ class Agreement:
         """Returns the numbers of every rank, by name.
 
         Args:
-            of: ranks whose numbers are returned, a part of those that agree, which is the default. Numbers of data
-                are summed over `Scope.ROWS`: all tensor ranks of one data rank have the same.
+            of: ranks whose numbers are returned, some of the ranks that agree; by default all of them. Sum numbers of
+                data over `Scope.ROWS`: all tensor ranks of one data rank have the same.
 
         Raises:
             PeerLostError: a rank could not do its part.
@@ -211,8 +210,8 @@ class Agreement:
         return f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
 
     def _differences(self, most_bytes: int) -> list[str]:
-        """Gathers the facts themselves and names those that differ. All ranks have seen the same digests, so all of
-        them come here."""
+        """Gathers the facts themselves and lists the differing ones. All ranks have seen the same digests, so all of
+        them call this."""
         values = integers_of(self.facts.text, most_bytes)
         texts = self.transport.gather(values, f"{self._where}, facts", self.scope).wait()
         of_rank = [dict(json.loads(text_of(text))) for text in texts]
@@ -256,7 +255,7 @@ def _named(ranks: list[str]) -> str:
 
 
 def integers_of(text: bytes, most_bytes: int) -> list[int]:
-    """Encodes at most `most_bytes` bytes of a text; equally many integers for every text."""
+    """Encodes at most `most_bytes` bytes of a text, always as the same number of integers."""
     count = ceil_div(most_bytes, BYTES_PER_INTEGER)
     padded = text[:most_bytes].ljust(count * BYTES_PER_INTEGER)
     return [int.from_bytes(padded[at : at + BYTES_PER_INTEGER]) for at in range(0, len(padded), BYTES_PER_INTEGER)]
@@ -268,7 +267,7 @@ def text_of(integers: Sequence[int]) -> str:
 
 
 class CheckedTransport:
-    """Passes everything on to another transport, once all ranks mean the same exchange."""
+    """Passes exchanges on to another transport, once it has checked that all ranks mean the same one."""
 
     def __init__(self, inner: Transport) -> None:
         self.rank, self.world_size, self.traffic = inner.rank, inner.world_size, inner.traffic
@@ -277,7 +276,7 @@ class CheckedTransport:
         self._number = 0
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an exchange that all ranks mean. One between tensor ranks follows one of rows, and is not compared.
+        """Starts an exchange that all ranks mean. One between tensor ranks is not compared: it follows one of rows.
 
         Raises:
             PlanMismatchError: ranks mean different exchanges, or one sends what another does not expect. Names both

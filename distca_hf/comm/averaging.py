@@ -1,7 +1,7 @@
-"""Averaging: the ranks that wrappers of a model average its gradients over must be those that share documents.
+"""Averaging: checks that wrappers of a model average its gradients over the ranks that share documents.
 
-A loss is scaled so that its mean over these ranks is the mean over their labels. Over more ranks it would be a mean of
-means. Over fewer, groups of ranks would train different models.
+A loss is scaled such that its mean over these ranks is the mean over their labels. Over more ranks it would be a mean
+of means. Over fewer, groups of ranks would train different models.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,9 @@ class Averaged(NamedTuple):
 
     Attributes:
         name: of a wrapper, or of the mesh of a weight.
-        over: its groups of this rank. With two of them the second one connects shards that are alike, and both
-            together are a grid.
-        divides: of the mesh of a weight, which may have other dimensions as well, whether it may only divide the
-            weight, as tensor parallelism does; None for a wrapper.
+        over: its groups of this rank. If there are two, the second connects equal shards, and both form a grid.
+        divides: whether the mesh of a weight, which may have other dimensions as well, may only divide the weight, as
+            tensor parallelism does; None for a wrapper.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Averaged(NamedTuple):
         """Returns whether these are the ranks that share documents."""
         shared, first = set(members.row_ranks), set(self.over[0])
         if self.divides is not None:
-            # If all ranks of the job hold other documents each, nothing says what a mesh is for.
+            # If all ranks of the job hold different documents, the purpose of a mesh is unknown.
             are_the_job = members.are_the_job and members.grid.is_flat
             only_divides = self.divides and (first & shared == {members.grid.rank} or are_the_job)
             return first <= set(members.layer_ranks) and (shared <= first or only_divides)
@@ -48,7 +47,7 @@ class Averaged(NamedTuple):
 
 def check_averaging(model: nn.Module, members: Members) -> None:
     """Checks, within a forward pass of a model, that its wrappers average gradients over the ranks that share
-    documents. Gradients that a training loop averages by itself are not seen.
+    documents. Does not see gradients that a training loop averages itself.
 
     Raises:
         ConfigError: a wrapper averages over other ranks; names it and both groups.
@@ -71,7 +70,7 @@ def check_averaging(model: nn.Module, members: Members) -> None:
 
 
 def averaging(model: nn.Module) -> Iterator[Averaged]:
-    """Yields all that averages gradients of a model, wrappers around it included: call it within a forward pass."""
+    """Yields everything that averages gradients of a model, including its wrappers. Call within a forward pass."""
     from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
     from torch.distributed.tensor import DTensor
 

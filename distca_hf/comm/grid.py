@@ -1,14 +1,14 @@
 """Grid: the ranks of a training by stage, data rank and tensor rank, and the scopes of ranks that act together.
 
-              tensor 0  1               tensor 0  1      Here documents are shared by ranks 0 and 2, 1 and 3, 4 and 6,
-    stage 0  data 0  0  1     stage 1  data 0  4  5      5 and 7. Ranks 0 to 3 run the same layers, and so do 4 to 7.
+              tensor 0  1               tensor 0  1      Ranks 0 and 2, 1 and 3, 4 and 6, and 5 and 7 share documents.
+    stage 0  data 0  0  1     stage 1  data 0  4  5      Ranks 0 to 3 run the same layers, and so do 4 to 7.
              data 1  2  3              data 1  6  7      Ranks 2 and 3 hold the same tokens.
 
-Without other parallelism there is one stage, and one tensor rank: then all ranks are in all scopes.
+Without other parallelism there is one stage and one tensor rank, and all ranks are in all scopes.
 
-Ranks with several grids would wait for each other in other groups, until a deadline. So before groups are opened,
-every rank compares its grid with that of the first one, and leaves a message for all if they differ (`same_grids`).
-That takes a few messages to the job's store, and no collective.
+Ranks with different grids would wait for each other in different groups, until a deadline. So before groups are
+opened, every rank compares its grid with the first rank's, and leaves a message for all ranks if they differ
+(`same_grids`). That takes a few messages to the job's store, and no collective.
 """
 
 import enum
@@ -80,14 +80,13 @@ class Grid:
             names: of the mesh's dimensions.
             rank: of this process in the job.
             num_ranks: of the job.
-            data: names of the dimensions along which ranks hold other documents (FSDP, DDP, replicas).
-            tensor: along which they hold other parts of the same layers, and the same tokens.
-            stages: along which they hold other layers.
+            data: names of the dimensions along which ranks hold different documents (FSDP, DDP, replicas).
+            tensor: along which they hold different parts of the same layers, and the same tokens.
+            stages: along which they hold different layers.
 
         Raises:
             ConfigError: the mesh is not all ranks of the job, each once; a dimension is missing, named twice or not
-                named; none is for data; or data ranks of some tensor rank are in another order than those
-                of the first.
+                named; none is for data; or some tensor rank has its data ranks in another order than the first one.
         """
         kinds = {"stages": _names(stages), "data": _names(data), "tensor": _names(tensor)}
         order = [name for of_kind in kinds.values() for name in of_kind]
@@ -142,12 +141,12 @@ class Grid:
         return self._number(self.rank)
 
     def members(self, scope: Scope) -> tuple[int, ...]:
-        """Returns the ranks of a scope that this process is in, as numbered in the job, in ascending order. Along data
-        that is the order of data ranks."""
+        """Returns this process's ranks of a scope, as numbered in the job, in ascending order. Along data that is the
+        order of data ranks."""
         return self._members[scope]
 
     def sets_of(self, scope: Scope) -> list[tuple[int, ...]]:
-        """Returns all sets of ranks that the scope divides the group in, in one order on all ranks."""
+        """Returns all sets of ranks into which the scope divides the group, in the same order on all ranks."""
         grid = np.array(self.ranks).reshape(self.shape)
         if scope is Scope.GROUP:
             sets = [grid]
@@ -180,7 +179,7 @@ class Grid:
         return f"rank {self.label(self.rank)}"
 
     def label(self, rank: int) -> str:
-        """Returns the number in the group of a rank of the job, and its place, where the grid is not flat."""
+        """Returns the number in the group of a rank of the job, with its place unless the grid is flat."""
         number = self._number(rank)
         if self.is_flat:
             return str(number)
@@ -189,13 +188,13 @@ class Grid:
         return f"{number} ({', '.join(f'{name} {place}' for name, place, size in places if size > 1)})"
 
     def ranks_per_node(self, launched_per_node: int) -> int:
-        """Returns how many ranks that share documents share a node, too; 0 if a launcher did not number nodes.
+        """Returns how many ranks that share documents also share a node; 0 if a launcher did not number nodes.
 
         Args:
             launched_per_node: ranks of the job on every node; 0 if that is not known.
 
         Raises:
-            ConfigError: nodes hold unequally many of them.
+            ConfigError: nodes hold unequal numbers of them.
         """
         if not launched_per_node:
             return 0

@@ -1,10 +1,10 @@
 """Groups: which ranks of a job train together, and the process groups that core attention opens among them.
 
-A job may hold several trainings, each in its own group. Three numbers are kept apart from here on: ranks that
-hold tokens, ranks that compute attention, and ranks of the group.
+A job may hold several trainings, each in its own group. Later code distinguishes ranks that hold tokens, ranks that
+compute attention, and ranks of the group.
 
-Exchanges get their own group, so that they neither wait for FSDP's collectives nor get mixed up with them.
-Integers get a gloo group, so that agreement needs no device. Their deadlines are ours.
+Exchanges have their own group, so they neither wait for FSDP's collectives nor get mixed up with them. Integers have a
+gloo group, so agreement needs no device. Their deadlines are ours.
 """
 
 import threading
@@ -42,11 +42,11 @@ QUIET_SECONDS = 30.0
 class Members:
     """Ranks of a training: by scope with their numbers in the job, by role with their numbers in exchanges of rows.
 
-    Every rank of a group holds tokens. Ranks without tokens are not in the group: they compute, and have the numbers
-    after those that share documents.
+    Every rank of a group holds tokens. Ranks without tokens are not in the group: they only compute, and are numbered
+    after the ranks that share documents.
 
     Attributes:
-        job: ranks that were launched together, without those that hold no tokens.
+        job: ranks that were launched together, without ranks that hold no tokens.
         grid: ranks of the group by stage, data and tensor, and the place of this process.
         num_extra: ranks without tokens.
     """
@@ -95,8 +95,8 @@ class Members:
         return range(len(self.row_ranks) + self.num_extra)
 
     def ranks_per_node(self, launched_per_node: int) -> int:
-        """Returns how many ranks that share documents share a node, too: see `Grid.ranks_per_node`. Where they are the
-        whole job, the launcher has said it."""
+        """Returns how many ranks that share documents also share a node: see `Grid.ranks_per_node`. If they are the
+        whole job, that is the launcher's number."""
         if self.are_the_job and self.grid.is_flat:
             return launched_per_node
         return self.grid.ranks_per_node(launched_per_node)
@@ -125,7 +125,7 @@ def is_initialized() -> bool:
 
 
 def process_group_of(group: object) -> dist.ProcessGroup | None:
-    """Returns the process group that was given as one, or as a device mesh of one dimension; None for None.
+    """Returns the process group given as such, or as a device mesh of one dimension; None for None.
 
     Raises:
         ConfigError: it is neither; the mesh has several dimensions; or this process is not in it.
@@ -200,7 +200,7 @@ def open_transport(
         most_groups = _meet(store, members, patience)
         if not members.are_the_job:
             padding = _padding(members, most_groups)
-        # Ranks come here when their data is ready, so the group with the longest deadline is where they meet.
+        # Ranks come here when their data is ready, so they meet in the group with the longest deadline.
         control_groups = _control_groups(members, patience, store)
         make = _nccl_group if on_gpus else _gloo_group
         data_group = _new_group(members, Scope.ROWS, make, timeout)
@@ -239,8 +239,8 @@ def _control_groups(members: Members, patience: timedelta, store: Store) -> dict
 def _new_group(
     members: Members, scope: Scope, make: Callable[..., dist.ProcessGroup], timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Returns the group of this rank in a scope. All ranks of the job make the groups of all, in one order; a group
-    that is a part of the job makes its own."""
+    """Returns the group of this rank in a scope. All ranks of the job make all groups, in the same order; the ranks of
+    a flat grid that is a part of the job make only their own."""
     if members.grid.is_flat:
         of_some = {} if members.are_the_job else {"ranks": list(members.group), "use_local_synchronization": True}
         return make(timeout, **of_some)
@@ -249,7 +249,7 @@ def _new_group(
 
 
 def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, error: RuntimeError) -> PeerLostError:
-    """Returns the error to raise where groups could not be opened; it names the ranks that did not come."""
+    """Returns the error to raise if groups could not be opened; it names the ranks that did not come."""
     missing = "; ".join(rollcall.missing_in_words(waited_seconds))
     return PeerLostError(
         f"{members.grid.name} waited {waited_seconds:.0f} s for all {len(members.group)} ranks to open their "
@@ -264,14 +264,14 @@ def _gloo_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
 
 
 def _nccl_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
-    """Opens a group whose exchanges overtake kernels. One that waits for a free multiprocessor after all blocks of an
-    attention kernel would overlap with nothing."""
+    """Opens a group whose exchanges overtake kernels. An exchange that waits for a multiprocessor until all blocks of
+    an attention kernel have run would overlap with nothing."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return dist.new_group(backend="nccl", timeout=timeout, pg_options=options, **among)
 
 
 def _check_no_split(on_gpus: bool) -> None:
-    """Refuses groups of some ranks where torch would split them off the default group, which takes all ranks of it."""
+    """Refuses groups of some ranks if torch would split them off the default group: that needs all of its ranks."""
     if on_gpus and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         raise ConfigError(
             f"rank {dist.get_rank()}: the process group was initialised with device_id, so that NCCL opens a group of "
@@ -281,7 +281,7 @@ def _check_no_split(on_gpus: bool) -> None:
 
 
 def _meet(store: Store, members: Members, patience: timedelta) -> int:
-    """Waits for all ranks, and says which have not come after a while: a rank without distca_hf never comes.
+    """Waits for all ranks, and logs which ones are missing after a while: a rank without distca_hf never comes.
 
     Returns:
         The most process groups that any of the ranks is in.
@@ -309,6 +309,7 @@ def _meet(store: Store, members: Members, patience: timedelta) -> int:
                 )
 
     timer = threading.Timer(QUIET_SECONDS, name_missing)
+    timer.daemon = True
     timer.start()
     try:
         store.wait(keys, patience)
@@ -318,10 +319,10 @@ def _meet(store: Store, members: Members, patience: timedelta) -> int:
 
 
 def _padding(members: Members, most_groups: int) -> list[dist.ProcessGroup]:
-    """Opens groups only of this rank, until all ranks of a group that is not the whole job are in equally many.
+    """Opens groups of only this rank, until all ranks of a group that is not the whole job are in equally many.
 
-    Torch names a group that only some ranks open by the number of groups that a rank is in. Ranks that are in
-    unequally many would wait for each other under different names.
+    Torch names a group that only some ranks open by the number of groups that a rank is in. If these numbers differ,
+    ranks would wait for each other under different names.
     """
     only_this = [members.grid.rank]
     return [

@@ -1,11 +1,11 @@
-"""Roll call: after a failed exchange, the ranks that are still there, and the last messages of the others.
+"""Roll call: finds out, after a failed exchange, which ranks are still there, and the last messages of the others.
 
 A broken connection names a port, not a rank. Every rank that notices a failure signs in at the job's store and looks
-for the others. A rank that ends with an exception leaves its message there. The store is asked when a run ends, so
-that it costs nothing before.
+for the others. A rank that ends with an exception leaves its message there. The store is asked only when a run ends,
+so it costs nothing before.
 
-An error that all ranks have would come with a traceback from each of them. The first rank that leaves its message
-at the job's store shows it; every other rank points there. Errors of somebody else are shown as ever.
+If all ranks have the same error, each would show a traceback. Instead, the first rank that leaves its message at the
+job's store shows it, and every other rank points to that rank. Errors of other code are shown as usual.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from distca_hf.torch_private import default_store
 
 log = get_logger(__name__)
 
-# More than a rank on a busy machine takes to sign in; a failed exchange costs it once.
+# More than a rank on a busy machine needs to sign in. A failed exchange costs it once.
 PATIENCE_SECONDS = 3.0
-# Seconds between two looks at the store, which one rank serves to all others.
+# Seconds between two looks at the store, which a single rank serves to all others.
 POLL_SECONDS = 0.02
 # Characters of a message: an error shows several ranks' messages.
 LONGEST_MESSAGE = 500
@@ -36,19 +36,19 @@ LONGEST_MESSAGE = 500
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 # Texts in errors of gloo and NCCL, of collectives of other code.
 SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
-# Text in the error of `torch.distributed.pipelining` that it raises from the error of a stage, with its arguments.
+# Text in the error that `torch.distributed.pipelining` raises from a stage's error, with the stage's arguments.
 SIGN_OF_A_STAGE = "failed to run forward"
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Returns the error of a pipeline stage, of which torch's own says nothing; any other error itself."""
+    """Returns the error of a pipeline stage, which torch's own error does not show; any other error itself."""
     while SIGN_OF_A_STAGE in str(error) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def tells_of_a_lost_peer(error: BaseException) -> bool:
-    """Returns whether an error came about because another rank had ended before."""
+    """Returns whether an error was caused by another rank that had ended before."""
     if isinstance(error, DistCAError):
         return isinstance(error, PeerLostError)
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER)
@@ -62,7 +62,7 @@ class RollCall:
         rank: of this process in the job.
         ranks: of the group, as they are numbered in the job.
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
-        names: of ranks for messages, where they have others than their numbers.
+        names: of ranks in messages, if they are not just their numbers.
 
     Attributes:
         places: returns texts for the places of ranks that have come no further for some seconds, with a number that
@@ -89,7 +89,7 @@ class RollCall:
         self.in_vain: str | None = None
 
     def leave(self, words: str) -> None:
-        """Leaves the message of an error for the others; if the store is gone they cannot read it."""
+        """Leaves the message of an error for the others, who cannot read it if the store is gone."""
         self._has_left = True
         try:
             self._store.set(f"left/{self._rank}", f"left: {words[:LONGEST_MESSAGE]}")
@@ -148,8 +148,7 @@ class RollCall:
         }
 
     def missing_in_words(self, waited_seconds: float = 0.0, among: Sequence[int] | None = None) -> Iterator[str]:
-        """Yields a phrase for each rank in `missing`, with its number in the group and, if that is another, in the
-        job."""
+        """Yields a phrase for each rank in `missing`, with its number in the group and, if different, in the job."""
         in_group = {rank: number for number, rank in enumerate(self._ranks)}
         for rank, words in self.missing(waited_seconds, among).items():
             number = in_group.get(rank)
@@ -158,13 +157,13 @@ class RollCall:
             yield f"{self._names.get(rank, known)} {words}"
 
     def announce_uncaught_errors(self) -> None:
-        """Leaves a message, from now on, before an exception ends this process. An exception that another rank's end
-        brought about, in a collective of other code, gets a note that names that rank; ours have asked already."""
+        """Leaves a message, from now on, before an exception ends this process. If another rank's end caused it in a
+        collective of other code, the exception gets a note that names that rank. Our own errors name it already."""
         self._hook = sys.excepthook = Announcement(self, sys.excepthook)
 
     def be_silent(self) -> None:
-        """Announces exceptions no more. Hooks are taken back, as far as none of others was put before them.
-        Memberships of attention servers come and go: their hooks must not pile up."""
+        """Stops announcing exceptions. Removes hooks unless other code has put its own before them: memberships of
+        attention servers come and go, and their hooks must not pile up."""
         if self._hook is not None:
             self._hook.is_silent = True
         while isinstance(sys.excepthook, Announcement) and sys.excepthook.is_silent:
@@ -177,7 +176,7 @@ class RollCall:
 
 
 class Announcement:
-    """An exception hook: it leaves the message of an error for other ranks.
+    """An exception hook that leaves the message of an error for other ranks.
 
     Args:
         call: the roll call at which they are left.
@@ -207,7 +206,7 @@ class Announcement:
 
 
 def show_errors_once() -> None:
-    """Shows uncaught errors of ours once per job from now on; calling it again changes nothing."""
+    """From now on, shows our uncaught errors once per job. Calling it again changes nothing."""
     hook: ExceptHook = sys.excepthook
     while isinstance(hook, Announcement):  # of plugins that have opened their groups
         hook = hook.earlier
@@ -239,7 +238,7 @@ class ShownOnce:
             self._point(f"ends with the same {type(cause).__name__} as rank {shown_by}, which shows it")
             return
         self._point(words)  # before a traceback of many lines
-        # One that lost another rank names it; where this rank waited says nothing.
+        # If another rank was lost, the message names it; the place at which this rank waited says nothing.
         if not isinstance(cause, PeerLostError):
             self._earlier(kind, error, trace)
 
@@ -249,9 +248,9 @@ class ShownOnce:
 
 
 def first_rank_with(words: str, rank: int) -> int:
-    """Returns the rank that was the first to end with this message; this one if the job's store cannot be asked.
+    """Returns the first rank that ended with this message; this rank if the job's store cannot be asked.
 
-    Names that a rank gives itself count as the same.
+    Ignores differences in the name by which a rank calls itself.
     """
     alike = re.sub(rf"\brank {rank}\b", "rank", words)
     key = hashlib.blake2b(alike.encode(), digest_size=8).hexdigest()

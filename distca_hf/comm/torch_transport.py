@@ -1,14 +1,14 @@
-"""Transport over process groups of torch: rows over NCCL or gloo, integers over gloo, and a quiet end.
+"""Transport over process groups of torch: rows over NCCL or gloo, integers over gloo, and a clean shutdown.
 
-Threads of gloo come to rest before the interpreter ends. A thread that has finished an operation lets go of it a
-moment later, which a machine under load makes long. It needs the interpreter for that: tensors belong to Python
-objects. If the interpreter begins to end while the thread waits for it, CPython ends the thread inside of a C++
-destructor. The process then dies of SIGABRT with "terminate called without an active exception". A thread that comes
-later does no harm: torch leaves the object where it is.
+Gloo's threads must be idle before the interpreter shuts down. A thread releases an operation a moment after it has
+finished, or much later on a busy machine. Tensors belong to Python objects, so it needs the GIL for that. If the
+interpreter starts to shut down while the thread waits for the GIL, CPython ends the thread inside a C++ destructor.
+The process then dies of SIGABRT with "terminate called without an active exception". A thread that asks even later
+does no harm: torch then leaves the object where it is.
 
-The same thread is waited for where a group ends. DDP's reducer drops its group, and so joins the group's threads, with
-the interpreter locked. If it is the last to hold the group (`accelerator.end_training()` before the model is dropped),
-the process hangs forever. So the job's group is held here, too, until its threads rest.
+Ending a group waits for the same threads. DDP's reducer drops its group, and joins the group's threads, while it holds
+the GIL. If it has the last reference to the group (`accelerator.end_training()` before the model is dropped), the
+process hangs forever. So this transport holds the job's group, too, until its threads are idle.
 """
 
 import atexit
@@ -43,18 +43,18 @@ from distca_hf.torch_private import (
 
 log = get_logger(__name__)
 
-# The name that torch gives threads of gloo, as Linux names them.
+# Torch's name of gloo's threads, as Linux shows it.
 GLOO_THREAD = "pt_gloo_runloop"
-# Seconds between two looks at the threads of gloo: one that waits for the interpreter gets it meanwhile.
+# Seconds between two looks at gloo's threads: one that waits for the GIL gets it meanwhile.
 POLL_SECONDS = 0.001
-# Looks in a row that must find all of them asleep. One that waits for the interpreter sleeps, too, and a busy machine
-# may not wake it between two looks.
+# Looks in a row that must find all of them asleep. A thread that waits for the GIL sleeps, too, and a busy machine may
+# not wake it between two looks.
 QUIET_LOOKS = 20
 # A thread that still computes is not a reason to wait longer.
 LONGEST_WAIT_SECONDS = 2.0
-# Waiting for an operation of gloo stops so often, to find out whether it is in vain.
+# How often a wait for an operation of gloo is interrupted, to find out whether it is in vain.
 PART = timedelta(seconds=1)
-# Looks of a thread until it ends a process that no exception reaches. Mostly others' do, if they raise them.
+# Looks of a thread until it ends a process that no exception reaches. Usually errors of other ranks end it earlier.
 LOOKS_IN_VAIN = 5
 REMEDY = (
     "All ranks must run the same micro-batches: one that skips a batch (out of memory, a loss that is not finite), or "
@@ -67,13 +67,12 @@ class TorchTransport:
 
     Args:
         data_group: group for rows of documents.
-        control_groups: gloo groups for integers, by scope; none if none are sent.
+        control_groups: gloo groups for integers, by scope; empty if no integers are sent.
         rollcall: names lost ranks when one of the groups fails.
         device: where the rows live.
         grid: ranks of all scopes; the group for rows may have more.
-        traffic: counts; its own if they are not given.
-        whereabouts: returns what finds out that ranks wait for each other in vain, for this transport; None if nothing
-            does.
+        traffic: counters; new ones by default.
+        whereabouts: makes this transport's detector of ranks that wait for each other in vain; None for no detector.
         tensor_group: group for rows between tensor ranks; None if each has all of them.
     """
 
@@ -103,7 +102,7 @@ class TorchTransport:
         self._groups: list[RowGroup] = [*row_groups, *dict.fromkeys(control_groups.values())]
         self._num_row_groups = len(row_groups)
         self._under_way: set[dist.Work] = set()
-        # Of each scope, over NCCL: earlier exchanges end before it. More of them would keep more received rows alive.
+        # The last exchange of each scope over NCCL: earlier ones end before it, and would keep received rows alive.
         self._latest: dict[Scope, dist.Work] = {}
         self._job_group = dist.group.WORLD  # held, not used: see above
         self._gathered = ("", 0)
@@ -137,7 +136,7 @@ class TorchTransport:
         if self._whereabouts is not None:
             self._whereabouts.note_gather()
         self._gathered = where, self.traffic.exchanges
-        # An all-to-all of equal rows: gloo sends them all at once, and an all-gather's from rank to rank.
+        # An all-to-all of equal rows: gloo sends them all at once, while an all-gather passes them from rank to rank.
         mine = np.empty((len(self.grid.members(scope)), len(values)), dtype=np.int64)  # quicker than torch
         mine[:] = values
         theirs = torch.from_numpy(np.empty_like(mine))
@@ -149,11 +148,11 @@ class TorchTransport:
         return TorchGather(self, work, where, time.monotonic(), theirs, scope)
 
     def started(self) -> tuple[int, int]:
-        """Returns the exchanges of this transport, and the collectives of other code among its ranks, that this rank
-        has started. In a training on GPUs gloo's do not count: threads that save checkpoints start them in any
-        order."""
+        """Returns how many exchanges of this transport, and collectives of other code among its ranks, this rank has
+        started. When training on GPUs, gloo's collectives of other code do not count: threads that save checkpoints
+        start them in any order."""
         ours, known = self._groups, num_groups()
-        if known != self._num_groups:  # looked up again when there are others
+        if known != self._num_groups:  # groups were opened or ended
             others = [group for group in groups_of(self.members(Scope.LAYERS)) if group not in ours]
             self._num_groups = known
             self._other_groups = [group for group in others if not (self._on_gpu and group.name() == "gloo")]
@@ -175,7 +174,7 @@ class TorchTransport:
         )
 
     def _note(self, work: dist.Work) -> None:
-        """Notes an operation that is under way. Nobody waits for some: a rank may fail in between."""
+        """Notes an operation that is under way. Some are never waited for: a rank may fail in between."""
         if len(self._under_way) >= REMEMBERED_EXCHANGES:
             self._under_way = {earlier for earlier in self._under_way if not earlier.is_completed()}
         self._under_way.add(work)
@@ -186,7 +185,7 @@ class TorchTransport:
         """Waits for an operation of the ranks of a scope.
 
         Args:
-            of_rows: whether it exchanges rows, and not integers: over NCCL the GPU waits for it, not the host.
+            of_rows: whether it exchanges rows rather than integers: over NCCL the GPU waits for it, not the host.
 
         Raises:
             PeerLostError, StepTimeoutError: it failed; names the ranks and the place.
@@ -206,7 +205,7 @@ class TorchTransport:
                 self._under_way.discard(work)
 
     def _wait_on(self, work: dist.Work, where: str, whereabouts: Whereabouts) -> None:
-        """Waits for an operation of gloo that has not ended at once, until it does or cannot any more."""
+        """Waits until a slow operation of gloo has ended, or cannot end any more."""
         try:
             whereabouts.waits_for = where
             while not self.traffic.has_ended(work, PART):
@@ -216,8 +215,8 @@ class TorchTransport:
             whereabouts.waits_for = None
 
     def _look(self) -> None:
-        """Ends this process if ranks wait in vain, and this one where no exception reaches it: in other code, or for a
-        GPU. Runs in the thread that looks."""
+        """Ends this process if ranks wait in vain and no exception can reach this one, because it is in other code or
+        waits for a GPU. Runs in the detector's thread."""
         assert self._whereabouts is not None
         words = self._rollcall.in_vain = self._whereabouts.in_vain
         if words is None or self._whereabouts.waits_for is not None:
@@ -239,15 +238,15 @@ class TorchTransport:
         self._rollcall.be_silent()
 
     def at_exit(self) -> None:
-        """Ends groups of gloo before the interpreter ends, which their threads need to the last.
+        """Ends gloo's groups before the interpreter ends, because their threads need it to the last.
 
-        NCCL's group stays: to end it may wait for a GPU.
+        NCCL's group stays: ending it may wait for a GPU.
         """
         self._end_looking()
         self._rollcall.leave_in_order(self.place())
         groups = [group for group in self._groups if group.name() == "gloo"]
         if not self._is_at_rest():
-            for group in groups:  # one reference more: no destructor shall join threads that wait for other ranks
+            for group in groups:  # one more reference, or a destructor joins threads that wait for other ranks
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._end(groups)
         let_gloo_threads_rest()
@@ -260,7 +259,7 @@ class TorchTransport:
         return all(work.is_completed() for work in (*self._under_way, *self._latest.values()))
 
     def _end(self, groups: Sequence[RowGroup]) -> None:
-        """Takes groups from torch's list and drops them. The last reference to a group joins its threads."""
+        """Takes groups from torch's list and drops them. Dropping the last reference to a group joins its threads."""
         for group in groups:
             with suppress(ValueError):  # torch has no such group in its list, or all groups were ended before
                 dist.destroy_process_group(group)  # type: ignore[arg-type]
@@ -272,8 +271,8 @@ class TorchTransport:
     def failure(
         self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
     ) -> DistCAError:
-        """Returns the error to raise for a failed operation of the ranks of a scope: it names those that are lost, as
-        far as they are known."""
+        """Returns the error to raise for a failed operation of the ranks of a scope. It names the lost ranks, if they
+        are known."""
         waited_seconds = 0.0 if began is None else time.monotonic() - began
         in_words = self._rollcall.missing_in_words(waited_seconds, self.members(scope))
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
@@ -319,17 +318,17 @@ class TorchGather:
 
 
 def let_gloo_threads_rest() -> None:
-    """Waits until all threads of gloo sleep, also of groups that others have opened and still hold."""
+    """Waits until all threads of gloo sleep, also for groups that other code has opened and still holds."""
     deadline, quiet = time.monotonic() + LONGEST_WAIT_SECONDS, 0
     while quiet < QUIET_LOOKS and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)  # a thread that waits for the interpreter gets it, or is awake
+        time.sleep(POLL_SECONDS)  # a thread that waits for the GIL gets it, or is awake
         quiet = 0 if "R" in gloo_thread_states() else quiet + 1
 
 
 def gloo_thread_states() -> str:
     """Returns a letter for every thread of gloo in this process: R if it runs or could run, S if it sleeps.
 
-    Empty where the system has no /proc.
+    Empty if the system has no /proc.
     """
     letters = []
     for file in Path("/proc/self/task").glob("*/stat"):

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from distca_hf.comm.grid import Grid, Scope
 
 
-# Exchanges whose places are remembered, for the error of one that fails. A transport notes as many operations under
-# way before it looks for those that have ended.
+# Exchanges whose places are remembered for error messages. A transport also notes this many operations under way
+# before it looks for ended ones.
 REMEMBERED_EXCHANGES = 64
 
 
@@ -35,8 +35,8 @@ class AllToAll:
         rows: `[sum(send_counts), ...]` contiguous, grouped by destination.
         send_counts, receive_counts: `[ranks]` rows to and from each rank.
         where: step, layer and phase, for messages.
-        into: `[sum(receive_counts), ...]` contiguous, where received rows are put; new memory if it is not given.
-        scope: ranks that share documents; or tensor ranks, between which rows hardly ever leave a node.
+        into: `[sum(receive_counts), ...]` contiguous, receives the rows; None for new memory.
+        scope: ranks that share documents, or tensor ranks, whose rows hardly ever leave a node.
     """
 
     rows: torch.Tensor
@@ -101,12 +101,12 @@ class Traffic:
 
     Attributes:
         exchanges, recent: how many exchanges, and the places of the last ones.
-        bytes_sent: their bytes to other ranks that share documents.
-        passes: forward passes of models that have begun, which number them on all ranks alike.
-        waited_seconds: how long this rank's host waited for rows and integers of the others. A device that waits
-            for rows by itself, as with NCCL, is not seen here.
+        bytes_sent: bytes that they sent to other ranks that share documents.
+        passes: forward passes of models that have begun; numbers passes alike on all ranks.
+        waited_seconds: how long this rank's host waited for rows and integers of other ranks. Does not include waits
+            of the device itself, as with NCCL.
         leave_signal: number of the signal that this rank got, 0 if none. All later agreements carry it.
-        leaving: ranks of the job that got a signal, and which; the same on all ranks after the same agreement.
+        leaving: the signal of each rank of the job that got one; the same on all ranks after the same agreement.
     """
 
     exchanges: int = 0
@@ -118,7 +118,7 @@ class Traffic:
     leaving: dict[int, int] = field(default_factory=dict)
 
     def count(self, asked: "AllToAll", rank: int) -> None:
-        """Adds one exchange. Rows a rank sends to itself are not traffic."""
+        """Adds one exchange. Rows that a rank sends to itself are not traffic."""
         self.exchanges += 1
         self.recent.append(asked.where)
         if asked.scope is Scope.ROWS:
@@ -151,7 +151,7 @@ class Traffic:
 
 
 class Exchange(Protocol):
-    """Rows on their way."""
+    """Rows under way."""
 
     def wait(self) -> torch.Tensor:
         """Returns the rows received from all ranks, grouped by source.
@@ -163,7 +163,7 @@ class Exchange(Protocol):
 
 
 class Gather(Protocol):
-    """Integers on their way."""
+    """Integers under way."""
 
     def wait(self) -> list[list[int]]:
         """Returns the integers of every rank of the scope, in the order of `Grid.members`."""
@@ -174,7 +174,7 @@ class Transport(Protocol):
     """Moves rows and integers between ranks.
 
     Attributes:
-        rank, world_size: number of this rank among those that share documents, and how many they are.
+        rank, world_size: number of this rank among the ranks that share documents, and their count.
         grid: ranks of all scopes; names this rank in messages.
     """
 
@@ -188,7 +188,7 @@ class Transport(Protocol):
         ...
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
-        """Starts sending a few integers (equally many on all ranks) to every rank of a scope."""
+        """Starts sending a few integers (the same number on all ranks) to every rank of a scope."""
         ...
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class Gathered:
 
 
 class LocalTransport:
-    """One rank: all that it sends, it sends to itself."""
+    """Transport of a single rank, which sends everything to itself."""
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.traffic = 0, 1, Traffic()

@@ -1,16 +1,16 @@
-"""Whereabouts: ranks that wait for each other at different places find that out, long before a deadline.
+"""Whereabouts: finds out, long before a deadline, that ranks wait for each other at different places.
 
-A rank that skips a micro-batch, or has one more, waits at another place than the others do: they for its rows, it for
-their agreement, or for a collective of other code. None of these waits ends. A rank that is only slow looks the same
-from outside, and must be waited for. The difference is in the order of collective calls:
+A rank that skips a micro-batch, or has one more, waits at a different place than the others: they wait for its rows,
+and it waits for their agreement, or for a collective of other code. None of these waits ends. A rank that is only slow
+looks the same from outside, and must be waited for. The difference is in the order of collective calls:
 
     rank 0   gather 7, exchange 31, exchange 32 ...        waits in exchange 32
     rank 1   gather 7, exchange 31, gather 8 ...           started gather 8 without exchange 32: they can never meet
     rank 2   gather 7, exchange 31                         is slow, and can still come
 
 Every rank counts its collective calls: gathers and exchanges of its transport, and collectives of other code over the
-same ranks. A rank that has come no further for some seconds shows its counts in the job's store, from a thread, and
-reads the others'. In a training that goes on nothing is sent.
+same ranks. A rank without progress for some seconds shows its counts in the job's store, from a thread, and reads the
+others'. While a training makes progress, nothing is sent.
 """
 
 import atexit
@@ -31,11 +31,11 @@ from distca_hf.comm.agreement import by_value
 from distca_hf.errors import printable
 
 
-# Seconds between two looks; without progress until a rank shows its place, and until it first reads others'.
+# Seconds between two looks; without progress, until a rank shows its place, and until it first reads the others'.
 LOOK_SECONDS, SHOW_SECONDS, READ_SECONDS = 1.0, 3.0, 6.0
-# Two readings that say the same, at least so far apart, end the wait. Later ones come after ever longer pauses.
+# Two equal readings, at least this far apart, end the wait. Later readings come after ever longer pauses.
 SHORTEST_PAUSE_SECONDS, PAUSE_FRACTION = 3.0, 0.5
-# Moments that are kept, two for each of the latest gathers: ranks are apart by those that nobody waits for yet.
+# Moments that are kept, two for each of the latest gathers: ranks may differ by gathers that nobody waits for yet.
 MOMENTS = 8
 # Parts of paths of torch's files; of those whose functions wait for other ranks; and of some that also write files.
 OF_TORCH, OF_CHECKPOINTS = "/torch/", "/torch/distributed/checkpoint/"
@@ -61,15 +61,15 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The place that a rank has reached.
 
     Attributes:
         text: names it, for messages.
-        moments: counts of calls around the latest gathers, and of now.
-        waits: function of torch in which it waits for a collective of other code, as far as can be seen; empty if it
-            runs something, or waits for a call of the transport.
-        on_gpu: whether such collectives are waited for on the GPU, so that the host goes on.
-        look: number of the look at which this was found out: one that grows shows that the process runs.
+        moments: counts of calls around the latest gathers, and now.
+        waits: function of torch in which it seems to wait for a collective of other code; empty if it computes, or
+            waits for a call of the transport.
+        on_gpu: whether the GPU waits for these collectives, while the host goes on.
+        look: number of the look that found this. If it grows, the process runs.
     """
 
     text: str
@@ -91,8 +91,8 @@ class Place:
 def cannot_meet(one: Place, other: Place) -> bool:
     """Returns whether two ranks have started collective calls in different orders.
 
-    Ranks that run the same program start the same calls in one order. Of any two moments, one comes first, and none of
-    its counts is higher.
+    Ranks that run the same program start the same calls in the same order. So of any two moments, one is earlier and
+    has no higher count.
     """
     for here, there in product((Calls(*each) for each in one.moments), (Calls(*each) for each in other.moments)):
         gathers, exchanges = here.gathers - there.gathers, here.exchanges - there.exchanges
@@ -102,13 +102,13 @@ def cannot_meet(one: Place, other: Place) -> bool:
         if collectives * gathers < 0 or collectives * exchanges < 0:
             if one.may_wait_since(here) if collectives > 0 else other.may_wait_since(there):
                 return True
-    # As many calls, and each waits for another one.
+    # They have started equally many calls, and wait for different ones.
     return one.now == other.now and "" not in (one.waits, other.waits) and one.waits != other.waits
 
 
 class Repeated:
-    """A thread that repeats a call. It is joined before Python ends: a process aborts if that cuts a thread off inside
-    a call of the store.
+    """A thread that repeats a call. It is joined before Python ends: if Python cuts a thread off inside a call of the
+    store, the process aborts.
 
     Args:
         name: of the thread.
@@ -119,7 +119,7 @@ class Repeated:
     def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool]) -> None:
         self._pause_seconds, self._call = pause_seconds, call
         self._is_over = threading.Event()
-        # Python waits for threads that are not daemons before it calls `atexit`, and nobody would have ended this one.
+        # Before it calls `atexit`, Python waits for threads that are not daemons: this one would never end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def begin(self, then: Callable[[], object] = lambda: None) -> None:
@@ -133,7 +133,7 @@ class Repeated:
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the thread, and waits for a call that it is in."""
+        """Ends the thread, after its current call."""
         atexit.unregister(self.end)
         self._is_over.set()
         if self._thread.ident is not None:  # it has begun
@@ -147,7 +147,7 @@ class Repeated:
 
 
 class Whereabouts(Repeated):
-    """Shows where this rank is, and finds out whether it waits in vain.
+    """Shows the place of this rank, and finds out whether it waits in vain.
 
     Args:
         store: of the job; a connection that nothing else uses.
@@ -255,7 +255,7 @@ class Whereabouts(Repeated):
         return Place(text[:LONGEST_PLACE], moments, waits, self._on_gpu, self._looks)
 
     def _compare(self, mine: Place, shown: Mapping[int, Place]) -> None:
-        """Compares places; where the same ranks cannot meet in two readings, they wait in vain."""
+        """Compares places. If the same ranks cannot meet in two readings, they wait in vain."""
         others = {rank: place for rank, place in shown.items() if rank != self._rank}
         apart = {r: place.now for r, place in others.items() if cannot_meet(mine, place)}
         is_known = any(self._suspects.get(rank) == mark for rank, mark in apart.items())
@@ -271,7 +271,7 @@ class Whereabouts(Repeated):
 
 
 def _place_of(value: bytes) -> Place | None:
-    """Reads a place; None if it is not one, because somebody else has written it."""
+    """Reads a place; None if it is not one, because other code has written it."""
     try:
         read = json.loads(value)
         moments = [[*map(int, each)] for each in map(Calls._make, read["moments"])]
@@ -282,8 +282,8 @@ def _place_of(value: bytes) -> Place | None:
 
 
 def _code_of(thread: int | None) -> tuple[str, str]:
-    """Returns the innermost line of a thread outside of torch, and the function in which it may wait for other ranks
-    if it uses no processor: one that starts collectives, or a backward pass."""
+    """Returns the innermost line of a thread outside torch, and the function in which the thread may wait for other
+    ranks if it uses no CPU time: one that starts collectives, or a backward pass."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     file, function = ("", "") if frame is None else (frame.f_code.co_filename, frame.f_code.co_name)
     may_wait = any(part in file for part in OF_COLLECTIVES) and OF_CHECKPOINTS not in file

@@ -1,15 +1,15 @@
-"""Accumulation: order within one optimizer step. It changes no gradient: its micro-steps' are summed.
+"""Accumulation: divides the documents of one optimizer step among its micro-steps, long ones together.
 
-**Documents** of a step are divided among its micro-steps, long ones together.
+That changes no gradient: the gradients of the micro-steps are summed.
 
     micro-step    0                        1                        2
     as packed     | 64K 2K 2K 1K ...     | | 3K 64K 1K ...        | | 2K 1K 64K ...        |
     regrouped     | 64K 64K 64K          | | 3K 2K 2K 2K ...      | | 1K 1K 1K ...         |
 
-Only the ranks of one micro-step need equal work. Among its like a long document is no more than a rank's work, so it
-is cut less or not at all. Micro-steps of short documents move nothing. Sorting does it: the first micro-step takes the
-longest documents that fit, and so on. Where placements show that this does not move less, all micro-steps get the
-same mix, or documents keep their micro-steps.
+Only the ranks of one micro-step need equal work. Among other long documents, a long one is not more than a rank's
+work, so it is cut less or not at all. Micro-steps of short documents move nothing. Documents are sorted: the first
+micro-step takes the longest ones that fit, and so on. If placements show that this does not move less, all micro-steps
+get the same mix, or documents keep their micro-steps.
 """
 
 from abc import ABC, abstractmethod
@@ -42,13 +42,13 @@ class MicroStep:
 
 
 class SteppedEpoch(ABC):
-    """An epoch in optimizer steps, each of which divides its documents among its micro-batches in its own way.
+    """An epoch in optimizer steps. A subclass divides the documents of each step among its micro-batches.
 
-    Every `micro_steps` micro-batches are one optimizer step; the first and the last of an epoch may have fewer.
+    An optimizer step has `micro_steps` micro-batches; the first and the last of an epoch may have fewer.
 
     Args:
         document_tokens: `[documents]` lengths of all documents.
-        steps_from: a micro-batch that some optimizer step begins with.
+        steps_from: a micro-batch with which some optimizer step begins.
     """
 
     def __init__(self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0) -> None:
@@ -69,7 +69,7 @@ class SteppedEpoch(ABC):
         return self._micro_step(index).layout
 
     def left(self, index: int) -> IntArray:
-        """Returns the documents of the micro-batches from this one on."""
+        """Returns the documents of this and all later micro-batches."""
         step_ends = min(self.num_micro_batches, index + (self._steps_from - index) % self._micro_steps)
         of_step = [self.micro_batch(number) for number in range(index, step_ends)]
         return np.concatenate([*of_step, self._epoch.documents[self._epoch.offsets[step_ends] :]])
@@ -79,7 +79,7 @@ class SteppedEpoch(ABC):
         """Divides the documents of one optimizer step.
 
         Returns:
-            As many micro-steps, whose documents are indices, too.
+            The same number of micro-steps, whose documents are indices, too.
         """
 
     def _micro_step(self, index: int) -> MicroStep:
@@ -105,7 +105,7 @@ class RegroupedEpoch(SteppedEpoch):
     Args:
         epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
         topology, head_groups, layer_masks: as for `placement.place`.
-        whole_tokens: tokens of a rank, where documents stay whole; else None.
+        whole_tokens: tokens of a rank if documents stay whole; else None.
     """
 
     def __init__(
@@ -150,14 +150,14 @@ def group_documents(
 
     Args:
         capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
-        topology: ranks to try placements on; without it long documents are together in any case.
+        topology: ranks to try placements on; without it, long documents are always put together.
         head_groups, layer_masks: as for `place`.
-        as_they_came: a division that fits, as a list of indices for each micro-step; kept where no other moves less.
-        whole_tokens: tokens of a rank, where documents stay whole; else None.
+        as_they_came: a division that fits, as a list of indices for each micro-step; kept if no other moves less.
+        whole_tokens: tokens of a rank if documents stay whole; else None.
 
     Returns:
-        The micro-steps. Their documents are indices, in rising order, and every document is in one of them. With a
-        topology they have the placements that were tried.
+        The micro-steps. Their documents are ascending indices, and every document is in one of them. With a topology,
+        they have the placements that were tried.
 
     Raises:
         PackingError: a length is out of range, a document is longer than the capacity, or no way was found to fit all.
@@ -174,7 +174,7 @@ def group_documents(
             f"document {at} has {longest} tokens, a micro-step holds {capacity_tokens}; split or remove it, or train "
             "with more tokens per rank"
         )
-    # Filled to the mean first, so that no micro-step is left nearly empty; to the brim only if that leaves a rest.
+    # Fills to the mean first, or a micro-step may be left nearly empty; to the brim only if that leaves a rest.
     mean = max(ceil_div(total, micro_steps), longest)
     limits = (min(mean, capacity_tokens), capacity_tokens, 0)
     found = [_first_fit(lengths, micro_steps, limit_tokens, capacity_tokens) for limit_tokens in limits]
@@ -190,8 +190,8 @@ def group_documents(
 
 
 def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_tokens: int) -> list[IntArray] | None:
-    """Divides documents, longest first, each into the first micro-step with room up to a limit. The rest go to the
-    micro-step with most room up to the capacity. None if that is not enough."""
+    """Puts documents, longest first, each into the first micro-step with room up to a limit. The rest go to the
+    micro-step with most room up to the capacity. Returns None if that is not enough."""
     # 1. Long documents meet in the first micro-steps, up to the limit.
     used = [0] * micro_steps
     step_of = np.empty(len(lengths), dtype=np.int64)
@@ -204,7 +204,7 @@ def _first_fit(lengths: IntArray, micro_steps: int, limit_tokens: int, capacity_
         else:
             step_of[document] = step
             used[step] += tokens
-    # 2. The others go where most room is, so that micro-steps have about equal tokens.
+    # 2. The others go to the micro-step with most room: micro-steps get about equal tokens.
     for document, tokens in rest:
         step = min(range(micro_steps), key=used.__getitem__)
         if used[step] + tokens > capacity_tokens:
@@ -222,8 +222,8 @@ def _cheapest(
     layer_masks: LayerMasks,
     whole_tokens: int | None,
 ) -> list[MicroStep]:
-    """Places the documents of all divisions; returns the first one whose placements move least: rows, or work where
-    documents stay whole. Then a document may have no room in some divisions."""
+    """Places the documents of all divisions. Returns the first division whose placements move least: rows, or work if
+    documents stay whole. In that case, some divisions may have no room for a document."""
 
     def placed(documents: IntArray) -> Layout:
         if whole_tokens is not None:

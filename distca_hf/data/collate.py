@@ -3,8 +3,8 @@
 Labels are shifted before documents are cut.
 
 Every rank reads its own copy of the dataset. Documents of equal lengths give equal plans, whatever their tokens: if
-one rank has shuffled otherwise, halves of two documents would meet. So a checksum of the dataset is compared before
-the first step: all documents of a small dataset are read for it, and a sample of a large one. In every micro-batch,
+one rank had shuffled differently, halves of two documents would meet. So ranks compare a checksum of the dataset
+before the first step. It covers all documents of a small dataset, and a sample of a large one. In every micro-batch,
 ranks compare the tokens around each cut, which both of its ranks can read.
 
     rank 0   … t t t t t t ┊                    rank 0 adds the checksum of the tokens around the cut,
@@ -35,18 +35,18 @@ log = get_logger(__name__)
 PADDING_TOKEN = 0
 # Number of tokens on either side of a cut that its ranks compare: enough for texts to differ, and few to read.
 AROUND_A_CUT_TOKENS = 8
-# Modulus of checksums and of their sums, so that they fit in int64.
+# Modulus of checksums and of their sums: they fit in int64.
 MODULUS = 1 << 62
-# Largest dataset, in tokens, of which all tokens are read: it takes a tenth of a second.
+# Largest dataset, in tokens, that is read as a whole: that takes a tenth of a second.
 MOST_TOKENS = 1 << 22
-# The same in documents; of a larger dataset, this many documents are read.
+# The same in documents. This many documents of a larger dataset are read.
 MOST_DOCUMENTS = 1024
-# Documents whose rows are drawn twice, if a transform makes them: one that changes a row in fifty is found as well.
+# Documents whose rows are drawn twice if a transform makes them: enough to find one that changes a row in fifty.
 MOST_DRAWN_TWICE = 256
-# Equal tokens at an end of a document that count as a run, and the share of documents with a run of one token that is
-# told. Texts end in a token twice or three times at most.
+# Equal tokens at an end of a document that count as a run, and the share of documents with a run of one token above
+# which a warning is logged. Texts end in a token two or three times at most.
 RUN_TOKENS, TOLD_SHARE = 4, 0.1
-# Tokens at the end of a document in which runs are looked for.
+# Tokens at the end of a document in which to look for runs.
 END_TOKENS = 64
 
 
@@ -59,8 +59,8 @@ class RankRows:
         position_ids: position inside the document; 0 in padding rows, each of which counts as a document.
         labels: not shifted; -100 at the first token of each document and in padding rows.
         shift_labels: label of the next token of the same document; -100 at document ends and in padding rows.
-        attention_mask: 1 for tokens, 0 in padding rows: load-balancing losses and token metrics leave these out. The
-            first row of a rank without tokens is 1, because a mean over no tokens is NaN.
+        attention_mask: 1 for tokens, 0 in padding rows, which load-balancing losses and token metrics leave out. 1 in
+            the first row of a rank without tokens, because a mean over no tokens is NaN.
         inputs: further inputs of the model by name, int64 or float32; 0 in padding rows.
     """
 
@@ -80,10 +80,10 @@ class RankRows:
 def collate(
     layout: Layout, rank: int, documents: IntArray, source: DocumentSource, draws: Draws = NO_DRAWS
 ) -> RankRows:
-    """Reads the tokens that `rank` holds, and no others (but for the label after a cut).
+    """Reads the tokens that `rank` holds, and no others except the label after a cut.
 
     Args:
-        documents: `[documents]` which document of the source each document of the layout is.
+        documents: `[documents]` number in the source of each document of the layout.
         draws: of the documents that `rank` holds, if rows are drawn.
     """
     rows = int(layout.rank_rows[rank])
@@ -137,7 +137,7 @@ def cuts_of(
 
 
 def sum_of(cuts: list[Cut]) -> int:
-    """Returns the sum of checksums, modulo `MODULUS`. Over all ranks it is 0 where they hold the same."""
+    """Returns the sum of checksums, modulo `MODULUS`. Over all ranks it is 0 if both sides of each cut agree."""
     return sum(cut.checksum for cut in cuts) % MODULUS
 
 
@@ -168,7 +168,7 @@ def checked_contents(source: DocumentSource) -> str:
         if draws and document in twice:
             drawn[document] = _digests(draws)
     runs.warn(len(documents))
-    # In reverse order, so that a transform that remembers the row before gives other values, too.
+    # In reverse order: a transform that remembers the row before then gives other values, too.
     for document in reversed(drawn):
         now, before = _digests(source.draw([document])), drawn[document]
         if wrong := [name for name in {**before, **now} if now.get(name) != before.get(name)]:
@@ -188,14 +188,14 @@ def _digests(draws: Draws) -> dict[str, str]:
 
 
 class Runs:
-    """Runs of one token at the ends of documents, as padding makes them."""
+    """Runs of one token at the ends of documents, which may be padding."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._longest: dict[tuple[str, int], tuple[int, int]] = {}
 
     def note(self, row: int, beginning: IntArray, end: IntArray) -> None:
-        """Notes a document, of which these are the first and the last tokens, unless it repeats one token."""
+        """Notes the first and last tokens of a document, unless it repeats a single token."""
         if (beginning == beginning[0]).all() and (end == beginning[0]).all():
             return
         for verb, ids in (("end in", end[::-1]), ("begin with", beginning[:END_TOKENS])):

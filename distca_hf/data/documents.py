@@ -1,7 +1,7 @@
 """Documents of a tokenised `datasets.Dataset`: lengths without reading tokens, and tokens by slice on demand.
 
-A row is a document, unless the dataset was packed by TRL: then `seq_lengths` has the documents of a row. A document
-longer than a global micro-batch is refused, split or truncated here, so that all later code gets documents that fit.
+A row is a document, unless TRL packed the dataset: then `seq_lengths` has the documents of a row. A document longer
+than a global micro-batch is refused, split or truncated here. All later code gets documents that fit.
 """
 
 import hashlib
@@ -40,14 +40,14 @@ log = get_logger(__name__)
 
 # Label that losses leave out: the `ignore_index` of torch's cross entropy.
 IGNORED_LABEL = -100
-# For stored rows nothing is drawn.
+# Stored rows need no draws.
 NO_DRAWS: Draws = {}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one segment: `input_ids`, `labels` (unshifted) and `shift_labels`, int64, of one length; and further
-    inputs of the model by name, of the same length."""
+    """Tokens of one segment: `input_ids`, `labels` (unshifted) and `shift_labels`, all int64, and further inputs of
+    the model by name. All have the same length."""
 
     input_ids: IntArray
     labels: IntArray
@@ -63,23 +63,23 @@ class Tokens:
 class DocumentSource:
     """Documents of a map-style `datasets.Dataset` with `input_ids`.
 
-    Uses, where present: `labels`, `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
-    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, in which there
-    must be no padding; `position_ids`, which must begin at 0 in every document; and other
-    numbers per token that the model's forward pass takes. Columns without numbers are ignored.
+    Uses, if present: `labels`, `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
+    `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, which must have
+    no padding; `position_ids`, which must begin at 0 in every document; and other numbers per token that the model's
+    forward pass takes. Columns without numbers are ignored.
 
     Args:
         capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
         stay_whole: whether every document must fit on one rank.
         reading: which columns count, and how.
-        seed: of what a transform draws at random.
+        seed: for random draws of a transform.
 
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
         documents_truncated, tokens_truncated: documents that `truncate` cut, and the tokens that it left out.
-        are_drawn: whether a transform makes the rows, so that they have to be drawn before they are read.
+        are_drawn: whether a transform makes the rows: they must be drawn before they are read.
         inputs: dtypes of further inputs of the model, by name.
-        masks, masks_left: columns that decide what is learnt, and those that do not although they could.
+        masks, masks_left: columns that decide what is learnt, and columns that could but do not.
 
     Raises:
         PackingError: the dataset cannot be read as documents; names the row.
@@ -121,11 +121,11 @@ class DocumentSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of 64 bits that is equal for two datasets only if all document lengths are."""
+        """Digest of 64 bits, equal for two datasets only if all document lengths are equal."""
         return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Checks that rows are still made, and columns shown, as they were when lengths were counted.
+        """Checks that rows are made, and columns shown, as they were when lengths were counted.
 
         Raises:
             PackingError: `set_transform`, `set_format` or `reset_format` was called meanwhile.
@@ -137,8 +137,8 @@ class DocumentSource:
             )
 
     def draw(self, documents: IntArray | list[int], epoch: int = 0) -> Draws:
-        """Draws the rows of some documents as they are in an epoch; nothing if rows are stored. For the thread that
-        trains, or another process (`drawn_rows`)."""
+        """Draws the rows of some documents as they are in an epoch; nothing if rows are stored. Only for the thread
+        that trains, or another process (`drawn_rows`)."""
         rows = self._rows
         return rows.draw(np.unique(self._row[documents]).tolist(), epoch) if isinstance(rows, DrawnRows) else NO_DRAWS
 
@@ -169,7 +169,7 @@ class DocumentSource:
                     labels[values[mask] == 0] = IGNORED_LABEL
         if self._reading.unlearnt_token is not None:
             labels[input_ids == self._reading.unlearnt_token] = IGNORED_LABEL
-        # 3. Shifted inside of the document: no token predicts the first one of a document.
+        # 3. Labels shifted within the document: no token predicts its first one.
         if start == 0:
             labels[0] = IGNORED_LABEL
         tokens = stop - start
@@ -183,7 +183,7 @@ class DocumentSource:
         return self._reading.masks == "always" or "labels" not in names
 
     def _check(self, values: Values, row: int, begin: int, origin: int) -> None:
-        """Checks tokens of a row from `begin` on, of a document that begins at `origin`."""
+        """Checks tokens of a row from `begin` on; their document begins at `origin`."""
         if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
             at = int(wrong[0])
             if mask[at] == 0:
@@ -278,8 +278,8 @@ class DocumentSource:
 def fit_documents(
     document_tokens: IntArray, capacity_tokens: int, overlong: OverlongPolicy
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Applies the policy for documents longer than a global micro-batch: document, first token and length of every
-    document that comes of it. `error` leaves them as they are: the caller refuses them by name."""
+    """Applies the policy for documents longer than a global micro-batch. Returns document, first token and length of
+    every resulting document. `error` leaves them as they are: the caller refuses them by name."""
     if overlong == "split":
         return split_documents(document_tokens, capacity_tokens)
     kept = np.minimum(document_tokens, capacity_tokens) if overlong == "truncate" else document_tokens
@@ -287,7 +287,7 @@ def fit_documents(
 
 
 def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Cuts documents into pieces of at most `most_tokens`: document, first token and length of every piece."""
+    """Cuts documents into pieces of at most `most_tokens`. Returns document, first token and length of every piece."""
     pieces = ceil_div(document_tokens, most_tokens)
     document = np.repeat(np.arange(len(document_tokens)), pieces)
     start = ranges(0, pieces) * most_tokens

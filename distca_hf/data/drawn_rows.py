@@ -2,8 +2,8 @@
 
 A transform may draw at random from the generators of `random`, `numpy.random` and torch. They are seeded for every row
 with the loader's seed, the epoch and the row, and restored afterwards. So every rank that holds a part of a document,
-and a run that was resumed, sees the same row. All threads of a process share the generators: only the thread that
-trains may draw, or another process.
+and a resumed run, sees the same row. All threads of a process share the generators: only the thread that trains may
+draw, or another process.
 """
 
 import random
@@ -38,15 +38,15 @@ SEED_INTEGERS = 8
 
 
 class DrawnRows:
-    """Rows that a transform makes on access. Their lengths must be announced.
+    """Rows that a transform makes on access. A column `length` must announce their lengths.
 
     Args:
         seed: decides, with epoch and row, what a transform draws at random.
 
-    Attributes: as of `StoredRows`; columns of the first row.
+    Attributes: see `StoredRows`; columns are those of the first row.
 
     Raises:
-        PackingError: no lengths are announced; or the first row cannot be drawn.
+        PackingError: no lengths are announced, or the first row cannot be drawn.
     """
 
     def __init__(self, dataset: "Dataset", reading: Reading, seed: int) -> None:
@@ -117,7 +117,7 @@ class DrawnRows:
         return drawn
 
     def _numbers(self, row: int, name: str, value: Any, kinds: str) -> NDArray[Any]:
-        """Returns the values of a column, which are as many as the row has tokens."""
+        """Returns the values of a column, one for each token of the row."""
         try:
             values = np.asarray(value)
         except ValueError as error:
@@ -133,7 +133,7 @@ class DrawnRows:
 
 
 def seed_generators(*numbers: int) -> None:
-    """Seeds the generators of `random`, `numpy.random` and torch; that of GPUs stays as it is."""
+    """Seeds the generators of `random`, `numpy.random` and torch, but not those of GPUs."""
     seed = np.random.SeedSequence([number % (1 << 64) for number in numbers]).generate_state(SEED_INTEGERS)
     random.seed(seed.tobytes())
     np.random.seed(seed)
@@ -162,7 +162,7 @@ def random_states(device: Any = None) -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any], device: Any = None) -> None:
-    """Restores what `random_states` returned; a device as far as states of its type are there."""
+    """Restores what `random_states` returned, including a device's state if there is one of its type."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch = _torch()
@@ -173,17 +173,17 @@ def set_random_states(states: Mapping[str, Any], device: Any = None) -> None:
 
 
 def _torch() -> Any:
-    """Returns torch, if this process uses it: reading lengths does without."""
+    """Returns torch if this process uses it: reading lengths does not need it."""
     return sys.modules.get("torch")
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Returns whether a value that a transform gives for a row is a number, or an array or lists of some."""
+    """Returns whether a value that a transform gives for a row is a number, or an array or lists of numbers."""
     if value is None or isinstance(value, str | bytes | Mapping):
         return False
     try:
         array = np.asarray(value)
-    except ValueError:  # lists of unequal lengths, of which no collator makes a tensor
+    except ValueError:  # lists of unequal lengths, which no collator makes a tensor of
         return False
     return array.dtype.kind in "iubf" and array.size > 0
 

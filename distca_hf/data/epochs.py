@@ -1,10 +1,10 @@
 """Epochs: which documents form which global micro-batch. Whole documents, shuffled, every one exactly once.
 
 Every epoch has the same number of micro-batches, of nearly equal tokens. A micro-batch takes documents in shuffled
-order. When the next one does not fit, smaller ones from a little further on fill the gap. The large one opens the next
-micro-batch. In the dataset's order the gap is filled by documents of the next micro-batch, the first ones that fit.
+order. If the next one does not fit, smaller ones from a little further on fill the gap, and the large one opens the
+next micro-batch. In the dataset's order, the first documents of the next micro-batch that fit fill the gap.
 
-A training that goes on in an epoch may have other sizes of micro-batches and steps than before (`ResumedEpoch`).
+A training that is resumed within an epoch may change the sizes of micro-batches and steps (`ResumedEpoch`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from distca_hf.arrays import BoolArray, IntArray, ceil_div
 from distca_hf.errors import PackingError
 
 
-# Number of documents that are searched to fill the gap before one that does not fit. Padding is below 0.2 % with it,
-# and documents stay close to their shuffled place.
+# Number of documents to search for some that fill the gap before one that does not fit. Keeps padding below 0.2 %, and
+# documents close to their shuffled place.
 LOOKAHEAD_DOCUMENTS = 1024
 # Returns which of `[documents]` lengths have room in one micro-batch.
 Fits = Callable[[IntArray], BoolArray]
@@ -47,14 +47,14 @@ class Epoch:
 
 @dataclass(frozen=True)
 class ResumedEpoch:
-    """An epoch in which training goes on, counted in micro-batches and optimizer steps of the present size.
+    """An epoch in which training is resumed, counted in micro-batches and optimizer steps of the present size.
 
-    Trainer finds its place by the number of steps it has made. That is another place in the data once micro-batches or
-    steps have changed their size. Here all counts follow from the rest of the epoch. With the sizes of the run before,
-    every count is the one that Trainer itself makes in an uninterrupted run.
+    Trainer finds its place by the number of steps that it has made. After a change of the size of micro-batches or
+    steps, that is another place in the data. Here all counts follow from the rest of the epoch. With unchanged sizes,
+    every count is the same as Trainer's own in an uninterrupted run.
 
     Attributes:
-        steps_done: steps that the trained part of the epoch amounts to, rounded down. Rounded up, a run of half an
+        steps_done: steps that the trained part of the epoch amounts to, rounded down. If rounded up, a run of half an
             epoch could end before its share was trained.
         micro_batches_left: micro-batches to train in this epoch; at least one.
         micro_batches_per_epoch: micro-batches of every later epoch.
@@ -73,7 +73,7 @@ class ResumedEpoch:
         return ceil_div(self.micro_batches_left, self.accumulation_steps)
 
     def epochs_after(self, steps: int) -> float:
-        """Returns the epochs of the data that are trained after `steps` steps in this epoch."""
+        """Returns the number of epochs trained after `steps` steps in this epoch."""
         done = self.steps_done * self.accumulation_steps
         trained = min(steps * self.accumulation_steps, self.micro_batches_left)
         return self.number + (done + trained) / (done + self.micro_batches_left)
@@ -83,7 +83,7 @@ class ResumedEpoch:
 
         Args:
             step: steps made before, in all epochs and sizes.
-            num_train_epochs: epochs to train; a fraction of an epoch has the steps that Trainer makes of it.
+            num_train_epochs: epochs to train; a fraction of an epoch has the number of steps that Trainer gives it.
         """
         last = ceil(num_train_epochs) - 1
         if self.number > last:
@@ -97,8 +97,8 @@ class ResumedEpoch:
         return step + max(0, wanted - self.steps_done)
 
     def num_train_epochs(self, step: int, max_steps: int) -> int:
-        """Returns the epochs that a run of `max_steps` begins, this one and those before it included; without this one
-        if no step is left."""
+        """Returns the number of epochs that a run of `max_steps` begins, including earlier ones and this one; without
+        this one if no step is left."""
         steps = max_steps - step
         if steps <= 0:
             return self.number
@@ -113,14 +113,15 @@ class EpochPacker:
         document_tokens: `[documents]` int64 lengths.
         capacity_tokens: most tokens of a global micro-batch (ranks x tokens_per_rank).
         seed: together with the epoch's number it decides the order of documents.
-        shuffle: False keeps the dataset's order, but for documents that come one micro-batch early.
-        fits: which documents have room, where ranks must hold whole ones; by default all of them. Others wait for the
+        shuffle: False keeps the dataset's order, except for documents that come one micro-batch early.
+        fits: which documents have room, if ranks must hold whole ones; by default all of them. Others wait for the
             next micro-batch. The longest of them must fit.
-        multiple: number that divides the micro-batches of an epoch: the number in an optimizer step, if all steps must
+        multiple: divides the number of micro-batches of an epoch: the number in an optimizer step, if all steps must
             be whole.
 
     Raises:
-        PackingError: the dataset is empty, one is longer than a micro-batch, or there are too few for whole steps.
+        PackingError: the dataset is empty, a document is longer than a micro-batch, or there are too few for whole
+            steps.
     """
 
     def __init__(
@@ -160,13 +161,13 @@ class EpochPacker:
         packed = _pack(self._tokens, self._order(number), self._capacity_tokens, self.num_micro_batches, self._fits)
         if packed.num_micro_batches == self.num_micro_batches:
             return packed
-        # This order needs more micro-batches than the first one did: keep the first epoch's groups, in a new order.
+        # This order needs more micro-batches than the first epoch: keep the first epoch's groups, in a new order.
         groups = self._random(number).permutation(self.num_micro_batches)
         members = [self._first.micro_batch(group) for group in groups]
         return Epoch(np.concatenate(members), np.cumsum([0] + [len(group) for group in members]))
 
     def rest(self, number: int, taken: Sequence[tuple[int, int]]) -> Epoch:
-        """Returns the rest of epoch `number`, of which parts were taken in micro-batches of other sizes.
+        """Returns the rest of epoch `number`, after parts of it were taken in micro-batches of other sizes.
 
         Args:
             taken: (capacity_tokens, micro-batches taken) of each part, in order.
@@ -198,7 +199,7 @@ class EpochPacker:
 
         Args:
             taken: as for `rest`.
-            micro_batch: micro-batches of the present size that were taken after them.
+            micro_batch: micro-batches of the present size that were taken after these parts.
         """
         packed = self.rest(number, taken)
         packed_tokens = int(self._tokens[packed.documents].sum())
@@ -218,7 +219,7 @@ class EpochPacker:
         return self._random(epoch).permutation(len(self._tokens)).astype(np.int64)
 
     def _random(self, epoch: int) -> np.random.RandomState:
-        # RandomState, not Generator: its streams never change, so a saved position means the same documents for ever.
+        # RandomState, not Generator: its streams never change, so a saved position means the same documents forever.
         return np.random.RandomState([self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch])
 
 
@@ -230,7 +231,7 @@ def _pack_evenly(
     multiple: int = 1,
     in_order: bool = False,
 ) -> Epoch:
-    """Packs as few micro-batches as possible, a multiple of some number, of nearly equal tokens."""
+    """Packs as few micro-batches as possible, a multiple of `multiple`, of nearly equal tokens."""
     wanted = ceil_div(int(document_tokens[order].sum()), capacity_tokens)
     while True:
         wanted = ceil_div(wanted, multiple) * multiple
@@ -242,7 +243,7 @@ def _pack_evenly(
         packed = _pack(document_tokens, order, capacity_tokens, wanted, fits, in_order)
         if packed.num_micro_batches <= wanted:
             return packed
-        wanted = packed.num_micro_batches  # once more, now evenly: the last one may hold next to nothing
+        wanted = packed.num_micro_batches  # packs again, now evenly: the last one may be nearly empty
 
 
 def _pack(
@@ -256,7 +257,7 @@ def _pack(
     """Packs micro-batches of at most `capacity_tokens`: `wanted` of them if the documents allow it, else more."""
     if len(order) == 0:
         return Epoch(order, np.zeros(1, dtype=np.int64))
-    #     order     d0 d1 d2 d3 d4 | d5 d6 d7 ...     d3 found no room in the micro-batches before: it is carried,
+    #     order     d0 d1 d2 d3 d4 | d5 d6 d7 ...     d3 had no room in earlier micro-batches: it is carried over,
     #     queue     d3 | d5 d6 d7 ...                 and `at` is the place of d5
     cumulative = np.cumsum(document_tokens[order])
     tokens_left, documents_left = int(cumulative[-1]), len(order)
@@ -264,7 +265,7 @@ def _pack(
     at = 0
     micro_batches: list[IntArray] = []
     while documents_left:
-        # 1. An equal share of the tokens that are left, so that no micro-batch at the end is nearly empty.
+        # 1. An equal share of the tokens that are left, or the last micro-batch may be nearly empty.
         batches_left = max(1, wanted - len(micro_batches))
         target = min(capacity_tokens, ceil_div(tokens_left, batches_left))
         # 2. The queue: far enough to fill the share and to find documents for the gap that is left.
@@ -292,8 +293,8 @@ def _pack(
 def _choose(
     queue_tokens: IntArray, target: int, capacity_tokens: int, most_documents: int, in_order: bool
 ) -> IntArray:
-    """Chooses a micro-batch's documents, as places in the queue: its beginning, then the largest that fit the gap, or
-    the first."""
+    """Chooses a micro-batch's documents, as places in the queue: its beginning, then the largest ones that fit the
+    gap, or with `in_order` the first ones."""
     cumulative = np.cumsum(queue_tokens)
     reach = int(np.searchsorted(cumulative, target, side="left")) + 1
     count = min(reach, int(np.searchsorted(cumulative, capacity_tokens, side="right")), most_documents)

@@ -1,12 +1,12 @@
-"""Positions: a place in the data as a loader has saved it, checked field by field before it is used.
+"""Positions: a place in the data, saved by a loader, and checked field by field before it is used.
 
     identity     the dataset, and all that decides the order of its documents: equal, or refused
     sizes        of micro-batches and optimizer steps: whole numbers in range
-    place        epoch, micro-batch, parts that were taken in other sizes: likewise
-    checksum     of all these fields and of the documents that came before this place
+    place        epoch, micro-batch, parts that were taken in other sizes: whole numbers in range
+    checksum     of all these fields and of the documents before this place
 
-The documents before a place follow from the other fields. So a field that was changed is noticed, and so is a step
-that is divided in another way than when it was begun.
+The documents before a place follow from the other fields. So the checksum finds a changed field, and a step that would
+be divided in another way than when it began.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError
 
 
-# Parts of an epoch in other sizes, one for each time that it was resumed: each of them is packed again.
+# Most parts of an epoch in other sizes, one for each resumption: each of them is packed again.
 MOST_PARTS = 100
 # Largest whole numbers: seeds of NumPy have 32 bits, and an epoch may be followed by another.
 MOST_EPOCHS, MOST = 2**32 - 2, 2**62
@@ -53,8 +53,8 @@ class SavedPosition:
         """Reads what `with_checksum` returned.
 
         Raises:
-            ConfigError: the position is of another dataset or order, or a field is missing, of another type or out of
-                range; names it.
+            ConfigError: the position is of another dataset or order, or a field is missing, has the wrong type or is
+                out of range; names it.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(f"the saved loader position is a {type(state).__name__}, and not a mapping of fields")
@@ -87,7 +87,7 @@ class SavedPosition:
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether micro-batches of its epoch were taken."""
+        """Whether some micro-batches of its epoch were taken."""
         return bool(self.micro_batch or self.taken)
 
     def check_sizes(self, now: Mapping[str, int], stages: tuple[int, ...], whole_documents: bool) -> None:
@@ -96,7 +96,7 @@ class SavedPosition:
         the micro-batches of a step.
 
         Raises:
-            ConfigError: it was saved with others; names both.
+            ConfigError: it was saved with other sizes; names both.
         """
         into_step = (self.micro_batch - self.steps_from) % self.micro_steps
         if self.sizes != now and into_step:
@@ -119,7 +119,7 @@ class SavedPosition:
             )
 
     def check_micro_batches(self, taken: int, num_micro_batches: int) -> None:
-        """Checks that an epoch has as many micro-batches as were taken of it.
+        """Checks that an epoch has at least as many micro-batches as were taken from it.
 
         Raises:
             ConfigError: it has fewer.
@@ -134,7 +134,7 @@ def with_checksum(fields: Mapping[str, object], documents: int) -> dict[str, obj
     """Returns the fields of a position with their checksum.
 
     Args:
-        documents: `sum_of_documents` that came before, in this epoch.
+        documents: `sum_of_documents` of the earlier documents of this epoch.
     """
     text = json.dumps([fields, documents % 2**64], sort_keys=True)
     return {**fields, "checksum": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
@@ -145,8 +145,8 @@ def check_checksum(state: Mapping[str, Any], own: Mapping[str, object], document
 
     Args:
         state: after `SavedPosition.read`.
-        own: a position of the loader that reads it: its fields are those that count.
-        documents: `sum_of_documents` that come before, by the other fields.
+        own: a position of the loader that reads it: only its fields count.
+        documents: `sum_of_documents` of the earlier documents, as the other fields say.
 
     Raises:
         ConfigError: it was not; names the fields.
@@ -164,7 +164,7 @@ def check_checksum(state: Mapping[str, Any], own: Mapping[str, object], document
 
 
 def sum_of_documents(documents: IntArray) -> int:
-    """Returns a checksum of a set of documents. Checksums of two sets add up to that of both, modulo 2^64."""
+    """Returns a checksum of a set of documents. The checksum of two sets together is the sum of both, modulo 2^64."""
     mixed = documents.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST_FACTOR
     mixed = (mixed ^ (mixed >> np.uint64(27))) * SECOND_FACTOR
@@ -188,7 +188,7 @@ def _refuse(name: str, value: object, wanted: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    """Returns a value in few characters."""
+    """Returns a value as a short text."""
     try:
         return repr(value)[:60]
     except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists

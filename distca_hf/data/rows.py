@@ -1,10 +1,10 @@
 """Rows of a dataset: the numbers that a row holds for its tokens, in the columns that count.
 
 Stored rows are read by slice. Their lengths come from Arrow offsets, which are small, and values from the
-memory-mapped file when they are asked for.
+memory-mapped file on demand.
 
-Images, videos and sound are known by the names that Transformers' processors give them. Micro-batches that are placed
-here hold only tokens, so a dataset with such media is refused. Batches of others may hold them (`batches.given`).
+Images, videos and sound are recognised by the names that Transformers' processors give them. Placed micro-batches hold
+only tokens, so datasets with these media are refused. Given batches may hold them (`batches.given`).
 """
 
 import re
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from datasets import Dataset as Dataset
 
 
-# Names of columns and of arguments of models; also within a longer name ("pixel_values_videos").
+# Names of columns and of arguments of models, or parts of them ("pixel_values_videos").
 MEDIA = re.compile(r"pixel_values|(^|_)(images?|videos?|audios?|speech)(_|$)|^input_(features|values)$")
-# Kinds of columns that are media by any name, by the names of their classes.
+# Classes of columns that hold media, whatever the column's name.
 MEDIA_FEATURES = ("Image", "Audio", "Video")
 
 
 def media_columns(dataset: "Dataset") -> list[str]:
-    """Returns names of the stored columns that hold images, videos or sound. A number or a text (a
-    caption, a path) is none."""
+    """Returns names of the stored columns that hold images, videos or sound. A number or a text (a caption, a path)
+    does not count."""
     return [name for name, feature in dataset.features.items() if is_media(name, feature)]
 
 
 def is_media(name: str, feature: Any = None) -> bool:
-    """Returns whether a column holds images, videos or sound, by its name, or by its kind where that is known."""
+    """Returns whether a column holds images, videos or sound, by its name, or by its kind if that is known."""
     inner: Any = feature
     while isinstance(inner, list) or hasattr(inner, "feature"):
         inner = inner[0] if isinstance(inner, list) else inner.feature
@@ -63,14 +63,14 @@ MASK_COLUMNS = ("completion_mask", "assistant_masks")
 ATTENTION_MASK = "attention_mask"
 # Columns of integers, one per token, that have a meaning here.
 TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, ATTENTION_MASK, "position_ids")
-# All columns that have one: the others say how many tokens and documents a row has.
+# All columns with a meaning: the two others give a row's number of tokens, and its documents.
 KNOWN_COLUMNS = frozenset({*TOKEN_COLUMNS, "length", "seq_lengths"})
-# Arguments of models that batches fill in, or that describe the rows of the dataset: documents are placed in others.
+# Arguments of models that batches fill in, or that describe the dataset's rows: placed documents are in other rows.
 OF_BATCHES = frozenset(
     {"shift_labels", "num_items_in_batch", "seq_idx", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 )
 
-# One array of `[tokens]` per column, by name. A drawn row's are of the whole row.
+# One array of `[tokens]` per column, by name. Values of drawn rows are of the whole row.
 Values = Mapping[str, NDArray[Any]]
 # Drawn rows by number.
 Draws = Mapping[int, Values]
@@ -78,10 +78,10 @@ Draws = Mapping[int, Values]
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of rows: for one model, as one Trainer or loop would.
+    """What to read from rows for one model, as its Trainer or loop would.
 
     Attributes:
-        only: columns that are looked at; None: all that the dataset shows.
+        only: columns to look at; None: all that the dataset shows.
         masks: when `MASK_COLUMNS` decide what is learnt.
         inputs: names of the arguments of the model's forward pass; None if no model is known.
         vocabulary_tokens: tokens that the model has embeddings for; None if no model is known.
@@ -109,11 +109,11 @@ class Reading:
         return self.masks != "never" or name not in MASK_COLUMNS
 
     def check(self, names: Sequence[str], where: str = "") -> list[str]:
-        """Returns which columns of numbers that are not known here hold inputs of the model: a number per token, which
-        goes where its token goes.
+        """Returns which of these unknown columns of numbers are inputs of the model: a number per token, which travels
+        with its token.
 
         Raises:
-            PackingError: a model or a loss may need one of the others, and a placed batch cannot hold it.
+            PackingError: a model or a loss may need another one of them, and a placed batch cannot hold it.
         """
         inputs = [name for name in names if name in (self.inputs or ()) and name not in OF_BATCHES]
         others = [name for name in names if name not in inputs]
@@ -137,7 +137,7 @@ FOR_LENGTHS = Reading(only=KNOWN_COLUMNS)
 
 
 def is_drawn(dataset: "Dataset") -> bool:
-    """Returns whether a transform makes the rows of a dataset."""
+    """Returns whether the rows of a dataset are made by a transform."""
     return bool(dataset.format["type"] == "custom")
 
 
@@ -152,9 +152,9 @@ class StoredRows:
 
     Attributes:
         lengths: `[rows]` tokens.
-        documents: a list of document lengths per row, of rows that hold several; None if each row is a document.
+        documents: a list of document lengths per row, if rows hold several; None if each row is a document.
         shown: columns that the dataset shows.
-        names: those that are read.
+        names: columns that are read.
         inputs: dtypes of further inputs of the model, by name.
 
     Raises:
@@ -186,8 +186,8 @@ class StoredRows:
                 "row holds in a column 'seq_lengths' (a list of lengths per row), or remove the column"
             )
         self.lengths = lengths = self._columns["input_ids"].lengths
-        # `length`, `input_ids` and each other column say how many tokens a row has. Where two disagree, documents
-        # would be cut at wrong tokens.
+        # `length`, `input_ids` and each other column say how many tokens a row has. If two disagree, documents would
+        # be cut at wrong tokens.
         announced = announced_lengths(dataset) if "length" in shown else None
         if announced is not None and len(wrong := np.flatnonzero(announced != lengths)):
             raise PackingError(
@@ -211,7 +211,7 @@ class ArrowColumn:
 
     Args:
         row_of: stored row of each row; None if rows are in order.
-        of_floats: whether it may hold floating-point numbers.
+        of_floats: whether the column may hold floating-point numbers.
 
     Attributes:
         dtype: of the values that are read.
@@ -249,7 +249,7 @@ class ArrowColumn:
         return values.to_numpy(zero_copy_only=False).astype(self.dtype)
 
 
-# What is said of a column of labels that are one number per row.
+# Refusal of a column of labels with one number per row.
 ONE_PER_ROW = (
     "holds one label per row, as for classifying texts; placed batches train a language model. Leave tokens_per_rank "
     "out, and train on your own batches"
@@ -257,7 +257,7 @@ ONE_PER_ROW = (
 
 
 def read_column(dataset: "Dataset", name: str) -> pa.ChunkedArray:
-    """Reads a whole column, in the dataset's order; for small columns."""
+    """Reads a whole (small) column, in the dataset's order."""
     column = dataset.data.column(name)
     indices = _row_indices(dataset)
     return column if indices is None else column.take(pa.array(indices))
@@ -284,7 +284,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _is_of_numbers(kind: pa.DataType) -> bool:
-    """Returns whether a column holds numbers, or lists of some."""
+    """Returns whether a column holds numbers, or lists of numbers."""
     while _is_list(kind) or isinstance(kind, pa.BaseExtensionType):
         kind = kind.value_type if _is_list(kind) else kind.storage_type
     return any(check(kind) for check in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))

@@ -1,4 +1,4 @@
-"""The one shape that all kernels have: their arguments, their results, and room for both; and views of some rows.
+"""The interface of all kernels: arguments, results and room for both; and views of some rows.
 
 A new kernel is a class in a file next to this one, and an entry with its capabilities in `kernels.registry`.
 
@@ -6,9 +6,9 @@ Tensor names end in their shape:
     T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value
     dimension
 
-Each layer makes many views of rows, and each costs microseconds. So one is made only if something is left out, and all
-are made by `as_strided`: kernel functions fill the processor's caches, and after one a function of torch that was just
-used takes half the time of another one.
+Each layer makes many views of rows, and each costs microseconds. So a view is made only if it leaves something out,
+and always by `as_strided`: kernel functions fill the processor's caches, and after one of them, a function of torch
+that was used recently takes half the time of another one.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,22 +22,22 @@ from distca_hf.cost import Mask
 
 
 # Functions that `kernels.rows` prepares for tensors of one device, dtype, shape and strides.
-# Of sources and targets:
+# Takes sources and targets:
 CopyRows = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-# Of the target, own and returned rows:
+# Takes the target, own and returned rows:
 AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-# Of outputs and log-sum-exps, and of those over other keys:
+# Takes outputs and log-sum-exps, and the same over other keys:
 MergeRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-# Shape of one row of a tensor, strides of the tensor, dtype: alike from layer to layer and from batch to batch.
+# Shape of one row of a tensor, strides of the tensor, dtype: the same in all layers and batches.
 KindOfRows = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class AttentionSpec(NamedTuple):
-    """How a call attends, besides its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
+    """How a call attends, apart from its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
 
-    Masks are aligned bottom-right: the last query of a task stands at its last key, each query before it one place
-    further left. With p as a query's place among the keys of its task, it attends to
+    Masks are aligned bottom-right: the last query of a task is at its last key, each query before it one place further
+    left. A query at place p among the keys of its task attends to
 
         causal   window_tokens   keys                          tasks have
         True     0               0 ... p                       at least as many keys as queries
@@ -50,12 +50,11 @@ class AttentionSpec(NamedTuple):
     Attributes:
         scale: factor of the scores.
         causal: whether keys after a query's place are hidden.
-        window_tokens: keys up to a query's place that it attends to, the one at its place among them; 0 if there is no
-            sliding window.
-        softcap: scores become softcap * tanh(score / softcap); 0 if they stay.
+        window_tokens: keys up to and including a query's place that it attends to; 0 if there is no sliding window.
+        softcap: scores become softcap * tanh(score / softcap); 0 leaves them unchanged.
         deterministic: gradients are bit-equal from run to run.
-        chunked: the window is a chunk of a document (`Mask`). Layers attend so; kernels get tasks that are cut where
-            chunks begin.
+        chunked: the window is a chunk of a document (`Mask`). Only layers attend so: kernels get tasks that are cut at
+            the beginnings of chunks.
     """
 
     scale: float
@@ -99,7 +98,7 @@ def without_window(spec: AttentionSpec) -> AttentionSpec:
 
 @lru_cache(maxsize=256)
 def cut_at_chunks(spec: AttentionSpec) -> AttentionSpec:
-    """Returns how calls attend whose tasks are cut where chunks begin."""
+    """Returns the spec of calls whose tasks are cut at the beginnings of chunks."""
     return without_window(spec) if spec.chunked else spec
 
 
@@ -125,12 +124,12 @@ class Spans:
 
     @cached_property
     def in_order(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """All of it in the order in which varlen functions take it."""
+        """All fields in the order in which varlen functions take them."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
     @cached_property
     def by_name(self) -> dict[str, torch.Tensor | int]:
-        """All of it by the names of varlen functions."""
+        """All fields by the names that varlen functions have for them."""
         return {
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
@@ -162,17 +161,17 @@ Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
 class Room(NamedTuple):
-    """Tensors that the results of a call are written to; where there is None, results are new and contiguous."""
+    """Tensors that the results of a call are written to; None for a new, contiguous tensor."""
 
     out_TNV: torch.Tensor | None = None
     lse_NT: torch.Tensor | None = None
 
     def filled(self, out_TNV: torch.Tensor, lse_NT: torch.Tensor) -> Outputs:
-        """Returns a kernel's results in this room; they are copied unless the kernel wrote them here."""
+        """Returns a kernel's results in this room; copies them unless the kernel wrote them here."""
         return _put(out_TNV, self.out_TNV), _put(lse_NT, self.lse_NT)
 
     def made(self, inputs: Inputs) -> Outputs:
-        """Returns this room, new where there is none, for a kernel that writes its results part by part."""
+        """Returns this room, with new tensors for None, for a kernel that writes its results part by part."""
         out, lse = self
         if out is None or lse is None:
             new_out, new_lse = empty_outputs(inputs.q_TNH, inputs.v_SGV)
@@ -186,8 +185,8 @@ NEW = Room()
 class Saved(NamedTuple):
     """Tensors of forward that backward reads.
 
-    Output and log-sum-exp may be from more keys than k and v hold, and of sinks. Gradients are then this call's
-    part of the whole.
+    Output and log-sum-exp may include more keys than k and v hold, and sinks. Gradients are then this call's part of
+    the whole.
     """
 
     q_TNH: torch.Tensor
@@ -212,7 +211,7 @@ class Kernel(Protocol):
         """Computes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs).
 
         Args:
-            room: where results are written; by default they are new and contiguous.
+            room: for the results; by default they are new and contiguous.
         """
         ...
 
@@ -236,8 +235,8 @@ def empty_layer_outputs(
     """Returns room for the results of a layer: `[T, N, V]` output and `[T, N]` log-sum-exp.
 
     Args:
-        head_by_head: the log-sum-exp is `[N, T]` in memory, as kernels write and read it; where rows of it are sent,
-            the heads of a row have to follow each other.
+        head_by_head: the log-sum-exp is `[N, T]` in memory, as kernels write and read it. If rows of it are sent, the
+            heads of a row must follow each other instead.
     """
     rows, heads, _ = q_TNH.shape
     dtype, device = q_TNH.dtype, q_TNH.device
@@ -255,19 +254,19 @@ def _put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
 def empty_gradients(
     dout_TNV: torch.Tensor, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, *others: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns contiguous room for the gradients of q, k and v; takes all that an operator's backward takes."""
+    """Returns contiguous room for the gradients of q, k and v; takes all arguments of an operator's backward."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_SGH, v_SGV))
     return dq, dk, dv
 
 
 def has_fused_kernels(x: torch.Tensor) -> bool:
-    """Returns whether our Triton kernels compute for such tensors: on GPUs, in dtypes whose sums fp32 holds."""
+    """Returns whether our Triton kernels take tensors like this: on GPUs, in dtypes whose sums fp32 holds."""
     return x.is_cuda and x.dtype.itemsize <= 4
 
 
 @cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns max(fp32, dtype), in which log-sum-exps and sums of gradients are kept."""
+    """Returns max(fp32, dtype): the dtype of log-sum-exps and sums of gradients."""
     return torch.promote_types(torch.float32, dtype)
 
 
@@ -277,10 +276,10 @@ def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
 
 
 def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
-    """Returns the elements of a row of each tensor that is copied.
+    """Returns the elements of a row of each part that is copied.
 
     Raises:
-        ValueError: rows of sources and targets are not the same.
+        ValueError: rows of sources and targets differ.
     """
     rows, places = ([shape for shape, *_ in kinds] for kinds in (sources, targets))
     widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
@@ -297,7 +296,7 @@ def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 def part(x: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Returns `x[rows]`, of rows that there are."""
+    """Returns `x[rows]`, for rows within `x`."""
     strides = x.stride()
     first = x.storage_offset() + rows.start * strides[0]
     return x.as_strided((rows.stop - rows.start, *x.shape[1:]), strides, first)

@@ -1,17 +1,17 @@
 """The reference: attention by its definition, for any dtype, head dimension and device, with windows and softcap.
 
-Query rows of a task are computed in blocks, so that scores of a long document need not be held at once. A block reads
-the keys from the first to the last one that one of its rows attends to:
+Query rows of a task are computed in blocks, or memory would have to hold all scores of a long document. A block reads
+the keys from the first to the last one that any of its rows attends to:
 
     keys      0 ...... first ........ place of the last row ...... end       window 3, block of 2 rows
-    row 0                 x  x  x  .                                         place: where the row stands among the keys
+    row 0                 x  x  x  .                                         place: index of the row's own key
     row 1                 .  x  x  x
 
 It computes in max(fp32, input dtype). Shape legend in `kernels.interface`.
 
-Other kernels are tried against it before they are used (`describe_error`): they are compiled when first used, and some
-are wrong for some masks, head dimensions or GPUs. A wrong mask, or an option that is ignored, changes results by a
-fifth and more. Rounding in bf16 changes them by a hundredth.
+Other kernels are compared with it before they are used (`describe_error`): they are compiled when first used, and some
+are wrong for some masks, head dimensions or GPUs. A wrong mask, or an ignored option, changes results by a fifth or
+more. Rounding in bf16 changes them by a hundredth.
 """
 
 from collections.abc import Iterator
@@ -36,20 +36,20 @@ from distca_hf.kernels.interface import (
 
 # Query rows of one block.
 BLOCK_ROWS = 1024
-# Query and key rows of the tasks: two tiles of 128, so that kernels loop over keys, and a task of one tile. Without a
+# Query and key rows of the tasks: one of two tiles of 128, so kernels loop over keys, and one of one tile. Without a
 # causal mask one task has fewer keys than queries.
 CAUSAL_TASKS = (256, 256), (40, 200)
 OTHER_TASKS = (256, 200), (40, 200)
-# Window of all trials: shorter than every task.
+# Window of all trials: shorter than the keys of every task.
 WINDOW_TOKENS = 40
-# Largest standard deviation of scores: kernels approximate tanh to a thousandth, which is an error of these scores.
+# Largest standard deviation of scores: kernels approximate tanh to a thousandth, and the error grows with the scores.
 LARGEST_SPREAD = 12.0
 # Largest distance from the reference, as a share of its length.
 LARGEST_ERROR = 0.05
 
 
 class ReferenceKernel:
-    """Softmax(QKᵀ)V and its derivative written out; slow, and short enough to be checked by eye."""
+    """Softmax(QKᵀ)V and its derivative written out: slow, and short enough to check by eye."""
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         q_TNH, k_SGH, v_SGV = inputs
@@ -90,8 +90,8 @@ class ReferenceKernel:
 
 
 class _Block(NamedTuple):
-    """Query rows of one task, the keys that they attend to, and where the first row stands, counted from the first of
-    these keys. It may stand before it."""
+    """Query rows of one task, the keys that they attend to, and the place of the first row relative to the first of
+    these keys, which may be negative."""
 
     rows: slice
     keys: slice
@@ -112,14 +112,14 @@ def _blocks(spans: Spans, spec: AttentionSpec) -> Iterator[_Block]:
 def _heads_first(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns tensors with heads in front, KV heads repeated for the query heads that share them."""
+    """Returns tensors with heads first. Repeats KV heads for the query heads that share them."""
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     return q.to(dtype).transpose(0, 1), k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec, block: _Block) -> torch.Tensor:
-    """Returns scaled and capped scores, minus infinity where a query does not attend."""
+    """Returns scaled and capped scores, minus infinity for keys that a query does not attend to."""
     scores = torch.matmul(q, k.transpose(-1, -2)) * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -139,7 +139,7 @@ def _sum_groups(gradient_NSD: torch.Tensor, groups: int) -> torch.Tensor:
 def describe_error(
     kernel: Kernel, spec: AttentionSpec, heads: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Returns which of a kernel's results is wrong and how much, None if all are right.
+    """Returns which of a kernel's results is wrong, and by how much; None if all are right.
 
     Args:
         spec: its scale is not used. Scores are so large that a softcap matters.

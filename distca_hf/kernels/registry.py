@@ -1,6 +1,6 @@
 """Registry: the table of kernels with their capabilities, and the choice among them.
 
-`Capabilities` are the limits of a kernel, `Operands` the kind of tensors that a call has. Shape legend in
+`Capabilities` are the limits of a kernel, `Operands` the kind of tensors of a call. Shape legend in
 `kernels.interface`.
 """
 
@@ -20,8 +20,8 @@ from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, Flas
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
-# Options of attention that a kernel need not have: fields of `AttentionSpec`. A one-sided window is one without a
-# causal mask, which ends only on the left.
+# Options of attention that a kernel need not have: fields of `AttentionSpec`. A one-sided window has no causal mask,
+# and ends only on the left.
 OPTIONS = ("window_tokens", "one_sided_window", "softcap")
 WINDOWS = frozenset({"window_tokens", "one_sided_window"})
 
@@ -32,7 +32,7 @@ class Lack:
 
     Attributes:
         compute_capability: GPU generations (major version).
-        above_head_dim: largest dimension for which they are computed.
+        above_head_dim: largest dimension for which it computes them.
     """
 
     options: frozenset[str]
@@ -50,8 +50,8 @@ class Capabilities:
         max_head_dim, head_dim_multiple: limits of both head dimensions (None: no limit).
         equal_dims: value and key dimension must be the same.
         compute_capability: GPU generations (major version), None for any.
-        options: names of the `OPTIONS` that are computed.
-        lacks: where some of them are not.
+        options: names of the `OPTIONS` that it computes.
+        lacks: exceptions to `options`.
     """
 
     device_type: str | None
@@ -214,17 +214,17 @@ NAMES = {entry.make: name for name, entry in KERNELS.items()}
 
 
 def kernel_name(kernel: Kernel) -> str:
-    """Returns a kernel's name in the table; that of its class if it is not of the table."""
+    """Returns a kernel's name in the table, or its class's name if it is not in the table."""
     return NAMES.get(type(kernel), type(kernel).__name__)
 
 
 def choose_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
-    """Returns the kernel called `name`; for "auto" the first of the table that can compute them.
+    """Returns the kernel called `name`; for "auto" the first of the table that can compute the operands.
 
-    Each is tried on a few tokens where it is chosen first. "auto" takes the reference only on a CPU.
+    A kernel is tried on a few tokens when it is first chosen. "auto" takes the reference only on a CPU.
 
     Args:
-        spec: how to attend; all kernels take any scale, can be deterministic, and take any window if they take one.
+        spec: how to attend; all kernels take any scale, can be deterministic, and take all windows or none.
 
     Raises:
         UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot compute them; names the options with
@@ -239,13 +239,13 @@ def choose_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
 
 @lru_cache(maxsize=256)
 def _kind_of(spec: AttentionSpec) -> AttentionSpec:
-    """Returns the one spec that stands for all that every kernel computes if it computes this one."""
+    """Returns a spec that stands for all specs that a kernel can compute if it can compute this one."""
     return spec._replace(scale=1.0, window_tokens=spec.window_tokens and WINDOW_TOKENS, deterministic=False)
 
 
 @lru_cache(maxsize=64)
 def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
-    """Returns the kernel that was chosen before, or chooses it: its first use may compile it."""
+    """Chooses the kernel, or returns the earlier choice: its first use may compile it."""
     if operands.num_heads % operands.num_kv_heads:
         raise UnsupportedAttentionError(
             f"{operands.num_heads} query heads are not a multiple of {operands.num_kv_heads} KV heads"
@@ -260,14 +260,14 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
             )
         return named
     reasons: list[str] = []
-    better: list[str] = []  # kernels that could compute, were they there
+    better: list[str] = []  # kernels that could compute them if they were installed and ran
     for candidate, entry in KERNELS.items():
         reason = why_not(candidate, operands, spec)
         if reason is None:
             kernel, reason = _made(entry, operands, spec)
             if kernel is not None:
                 if better:
-                    # A package that is missing is missing on all ranks; a kernel may fail only on this GPU.
+                    # A missing package is missing on all ranks; a kernel may fail only on this GPU.
                     extra = OF_THIS_RANK if any(FAILS in words or IS_WRONG in words for words in better) else None
                     words = "using attention kernel %s, not a faster one: %s"
                     log.warning(words, candidate, "; ".join(better), extra=extra)
@@ -279,7 +279,7 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
 
 
 def why_not(name: str, operands: Operands, spec: AttentionSpec) -> str | None:
-    """Returns why "auto" does not take a kernel for a layer; None if it does where the kernel is installed and runs.
+    """Returns why "auto" does not take a kernel for a layer; None if it takes it once it is installed and runs.
 
     Args:
         name: of the table.
@@ -294,15 +294,15 @@ def why_not(name: str, operands: Operands, spec: AttentionSpec) -> str | None:
 
 
 def _refusal(entry: Entry, operands: Operands, spec: AttentionSpec) -> str | None:
-    """Returns why a kernel cannot compute a layer, or None if it can. Where its documents are cut, there are calls on
-    the keys before the queries, too."""
+    """Returns why a kernel cannot compute a layer, or None if it can. If documents are cut, it must also compute calls
+    on the keys before the queries."""
     able = entry.capabilities
     return able.refusal(operands, spec) or able.refusal(operands, before_queries(spec, spec.window_tokens))
 
 
 def _made(entry: Entry, operands: Operands, spec: AttentionSpec) -> tuple[Kernel | None, str | None]:
-    """Returns the kernel of an entry, or why there is none: not installed, it does not import, compile or run, or is
-    wrong."""
+    """Returns the kernel of an entry, or the reason for none: it is not installed, does not import, compile or run, or
+    is wrong."""
     missing = entry.missing()
     if missing is not None:
         return None, missing
@@ -321,7 +321,7 @@ def _failure(error: Exception) -> str:
 
 
 def try_out(kernel: Kernel, operands: Operands, spec: AttentionSpec) -> str | None:
-    """Returns which result of a kernel is wrong on this GPU, None if all are right or no GPU exists."""
+    """Returns which result of a kernel is wrong on this GPU; None if all are right or there is no GPU."""
     if operands.device_type != "cuda" or not torch.cuda.is_available():
         return None
     heads = operands.num_heads, operands.num_kv_heads, operands.head_dim, operands.value_dim

@@ -1,18 +1,18 @@
 """Rows: copied by an index, added by an index, merged by log-sum-exps, and completed by sinks.
 
-`copy_rows` and `merge_rows` look at their tensors in each call. That costs the host more than the device
-needs. `prepare_copy`, `prepare_add` and `prepare_merge` look once, and return a function for all tensors like these:
-of the same device, dtypes, shapes and strides. It does not look again: in others a GPU would write to wrong places.
+`copy_rows` and `merge_rows` inspect their tensors in each call, which takes the host longer than the device needs.
+`prepare_copy`, `prepare_add` and `prepare_merge` inspect them once, and return a function for all tensors of the same
+device, dtypes, shapes and strides. It does not check: with other tensors a GPU would write to wrong places.
 
 A sink is a learned score for each head, without a key and a value. It is one more term of every row's softmax.
 
     lse' = log(exp(lse) + exp(sink))        out' = out * exp(lse - lse')
 
-Kernels know nothing of sinks. They enter a row once, where its output and log-sum-exp are complete: on its owner rank,
-after all parts are merged. Backward needs nothing else: kernels read out' and lse', and derive their part of the
-whole. The gradient of sinks needs no kernel.
+Kernels know nothing of sinks. A row's owner rank adds them once its output and log-sum-exp are complete, after all
+parts are merged. Backward needs nothing else: kernels read out' and lse', and derive their part of the whole. The
+gradient of sinks needs no kernel.
 
-On a GPU a Triton kernel does each of these at once, and reads and writes every element once (`kernels.rows_triton`).
+On a GPU, one Triton kernel does each of these, and reads and writes every element once (`kernels.rows_triton`).
 Elsewhere torch does the same step by step. Shape legend in `kernels.interface`.
 """
 
@@ -39,13 +39,12 @@ def copy_rows(
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
 ) -> None:
-    """Copies rows. One or two tensors are copied. Two on one side may be one on the other, in which their rows lie
-    side by side.
+    """Copies rows of one or two tensors. Two tensors on one side may be one on the other, with rows side by side.
 
     Args:
-        sources, targets: their rows may lie apart; elements of a row follow each other.
-        rows: int64 `[n]`, rows of the sources that are read; None for all in order.
-        places: int64 `[n]`, rows of the targets that are written, none of them twice; None for all in order.
+        sources, targets: need not be contiguous, but the elements of a row must be.
+        rows: int64 `[n]`, rows of the sources to read; None for all in order.
+        places: int64 `[n]`, rows of the targets to write, none of them twice; None for all in order.
 
     Raises:
         ValueError: rows and places are not equally many; rows of sources and targets differ in shape (side by side:
@@ -99,18 +98,18 @@ def _num_rows(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> i
 
 
 def _parts(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
-    """Returns the tensors that are copied, apart where they lie side by side."""
+    """Returns the tensors to copy, separated if they are side by side."""
     return [*tensors] if len(tensors) == len(widths) else [*tensors[0].flatten(1).split(list(widths), dim=1)]
 
 
 @dataclass(frozen=True, eq=False)
 class RowSums:
-    """Which rows are added to which. Within one part no row comes twice.
+    """Which rows to add to which. No row occurs twice within one part.
 
     Attributes:
-        rows: `[shared]` rows that something is added to.
-        own_rows, own_in_shared: `[own]` rows of the first part, and the place in `rows` that they are added to.
-        returned_in_shared: `[returned]` the same of each returned row.
+        rows: `[shared]` rows to add to.
+        own_rows, own_in_shared: `[own]` rows of the first part, and the places in `rows` to add them to.
+        returned_in_shared: `[returned]` the place in `rows` to add each returned row to.
         parts: consecutive returned rows of each rank; added by rank, after the first part.
     """
 
@@ -127,7 +126,7 @@ class RowSums:
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """`[shared + 1]` where the returned rows of each row begin in `order`."""
+        """`[shared + 1]` beginnings in `order` of the returned rows of each row."""
         offsets = self.rows.new_zeros(len(self.rows) + 1)
         offsets.index_add_(0, self.returned_in_shared + 1, torch.ones_like(self.returned_in_shared))
         return offsets.cumsum(0)
@@ -142,11 +141,10 @@ class RowSums:
 
 def prepare_add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> AddRows:
     """Returns a function of tensors like these that adds own rows, then returned ones, to rows of `target`, in
-    max(fp32, dtype). All are `[rows, ...]` with rows of one shape, which may lie apart; elements of a row follow each
-    other.
+    max(fp32, dtype). All are `[rows, ...]` with rows of one shape. They need not be contiguous, but each row must be.
 
     Raises:
-        ValueError: on a GPU, elements of a row do not.
+        ValueError: on a GPU, a row is not contiguous.
     """
     if not sums.rows.shape[0]:
         return lambda target, own, returned: None
@@ -176,8 +174,7 @@ def merge_rows(
     """Adds attention over other keys, for R rows from `start` on, to `out_TNV` and `lse_TN` in place. Sums are in the
     dtype of the log-sum-exps: max(fp32, dtype).
 
-    Rows may lie apart. Heads and values of a row of outputs follow each other. So do rows of `other_lse_NR`, which is
-    as kernels return it.
+    Each row of outputs must be contiguous, and each head's rows of `other_lse_NR`, as kernels return it.
 
     Raises:
         ValueError: there are fewer rows to add to.
@@ -192,7 +189,7 @@ def prepare_merge(
     other_lse_NR: torch.Tensor,
     start: int,
 ) -> MergeRows:
-    """Returns a function that does `merge_rows` from this row on, on tensors like these.
+    """Returns a function that does `merge_rows` from row `start` on, on tensors like these.
 
     Raises:
         ValueError: as `merge_rows`.
@@ -220,7 +217,7 @@ def add_sinks(out_TNV: torch.Tensor, lse_TN: torch.Tensor, sinks_N: torch.Tensor
     """Adds sinks to complete rows, in place.
 
     Args:
-        sinks_N: in any floating dtype; sums are in that of log-sum-exps.
+        sinks_N: in any floating dtype; sums are in the dtype of log-sum-exps.
     """
     total_TN = torch.logaddexp(lse_TN, sinks_N.to(lse_TN.dtype))
     scale_rows(out_TNV, lse_TN, total_TN, out_TNV)
@@ -232,7 +229,7 @@ def scale_rows(out_TNV: torch.Tensor, lse_TN: torch.Tensor, total_TN: torch.Tens
 
     Args:
         lse_TN, total_TN: log-sum-exps without these terms and with them, fp32 or fp64.
-        target_TNV: where they are written; may be `out_TNV`.
+        target_TNV: receives the outputs; may be `out_TNV`.
     """
     if has_fused_kernels(out_TNV):
         from distca_hf.kernels.rows_triton import scale_rows_on_gpu
@@ -247,20 +244,20 @@ def sink_gradients(
 ) -> torch.Tensor:
     """Returns `[N]` gradients of sinks, whichever kernels attended.
 
-    A sink has no value. Its share of a row, exp(sink - lse), only takes from the output: out * share for each unit of
-    its score. Output and log-sum-exp are from whole rows, with sinks, so each row counts once.
+    A sink has no value. Its share of a row, exp(sink - lse), only reduces the output: by out * share for each unit of
+    its score. Output and log-sum-exp are of whole rows, with sinks, so each row counts once.
 
     Raises:
-        NotImplementedError: autograd records this (`create_graph`). It would miss the part that log-sum-exps have.
+        NotImplementedError: autograd records this (`create_graph`). It would miss the part of the log-sum-exps.
     """
     if torch.is_grad_enabled():
         raise NotImplementedError("gradients of sinks cannot be differentiated: no gradients of gradients")
-    # A row that is not a token has a log-sum-exp of 0 and no output: a share of infinity would make it NaN.
+    # A row that is not a token has a log-sum-exp of 0 and no output: an infinite share would make it NaN.
     share_TN = (sinks_N.to(lse_TN.dtype) - lse_TN).clamp(max=0).exp()
     if has_fused_kernels(dout_TNV):
         from distca_hf.kernels.rows_triton import dot_rows_on_gpu
 
-        # Hooks of saved tensors may bring outputs back with other strides.
+        # Hooks of saved tensors may return outputs with other strides.
         products_TN = dot_rows_on_gpu(dout_TNV.contiguous(), out_TNV.contiguous())
     else:
         products_TN = (dout_TNV.to(lse_TN.dtype) * out_TNV.to(lse_TN.dtype)).sum(-1)

@@ -15,8 +15,8 @@ from distca_hf.kernels.interface import AddRows, CopyRows, KindOfRows, MergeRows
 from distca_hf.kernels.triton_launch import Launch
 
 
-# Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, so
-# that a thread holds 16 elements.
+# Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, and
+# a thread holds 16 elements.
 MOST_ELEMENTS_OF_A_BLOCK = 2048
 MOST_HEADS_OF_A_BLOCK = 8
 
@@ -51,7 +51,7 @@ def _copy_row(  # type: ignore[no-untyped-def]
     # Program (row, block). Blocks of the first tensor come first, then the second one's:
     #
     #     k[rows] | block 0 | block 1 |    v[rows] | block 2 |     two tensors to one, in which rows lie side by side
-    #     both    | block 0 | block 1 | block 2 |                  OTHER_TARGET_COLUMN is where v begins
+    #     both    | block 0 | block 1 | block 2 |                  OTHER_TARGET_COLUMN is the first column of v
     #
     # int64, because a row times its stride may be beyond 2 ** 31.
     row = tl.program_id(0).to(tl.int64)
@@ -97,7 +97,7 @@ def _copy_launch(
     any_rows: bool,
     any_places: bool,
 ) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of a row."""
+    """Returns the kernel for tensors like these, and its blocks of a row."""
     width, other_width = (*widths_of_parts(sources, targets), 0)[:2]
     _check_rows("copy", (*sources, *targets))
     strides = (kinds[end][1][0] for end in (0, -1) for kinds in (sources, targets))

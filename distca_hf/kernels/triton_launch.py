@@ -1,13 +1,12 @@
 """Launches of Triton kernels that cost the host little.
 
-`kernel[grid](...)` finds out with every launch on which values the kernel is specialised, and looks for settings in
-the environment. That takes 20 to 75 µs, more than these kernels run for. Here most numbers of a kernel are constants,
-and callers keep a `Launch` for each kind of tensors. Its first call compiles. Later ones launch the result as Triton
-itself does in the end, but without the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also
+At every launch, `kernel[grid](...)` finds out on which values the kernel is specialised, and reads settings from the
+environment. That takes 20 to 75 µs, longer than these kernels run. Here most numbers of a kernel are constants, and
+callers keep a `Launch` for each kind of tensors. Its first call compiles. Later calls launch the result as Triton
+itself does in the end, but without the hooks of Triton's own profiler. Only for NVIDIA GPUs: on others Triton also
 specialises on how far pointers reach.
 
-Names of Triton that it does not document are used only here: `function`, `packed_metadata` and `run` of a compiled
-kernel.
+Undocumented names of Triton are used only here: `function`, `packed_metadata` and `run` of a compiled kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +18,14 @@ import torch
 from distca_hf.torch_private import current_stream
 
 
-# Bytes. Triton compiles for addresses that are multiples of it, or for all addresses.
+# Bytes. Triton compiles either for addresses that are multiples of it, or for all addresses.
 ALIGNMENT = 16
 # Metadata for Triton's hooks, and the hooks before and after a launch.
 _NO_HOOKS = None, None, None
 
 
 class CompiledKernel(Protocol):
-    """A kernel of Triton's, compiled for one specialisation."""
+    """A Triton kernel, compiled for one specialisation."""
 
     function: object
     packed_metadata: object
@@ -34,7 +33,7 @@ class CompiledKernel(Protocol):
 
 
 class JitFunction(Protocol):
-    """A kernel of Triton's, which compiles when it is launched on a grid."""
+    """A Triton kernel that compiles when it is launched on a grid."""
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., CompiledKernel]: ...
 
@@ -43,10 +42,10 @@ class Launch:
     """Launches a kernel whose arguments are tensors, then index tensors, then numbers, then constants.
 
     Args:
-        kernel: function of Triton's, specialised neither on numbers nor on where index tensors begin. These are parts
-            of others, and begin anywhere.
+        kernel: Triton function, specialised neither on numbers nor on the alignment of index tensors, which are parts
+            of others.
         constants: the last arguments.
-        device: of all tensors, and the current one; not checked. Dtypes are always the same, too, and numbers fit 32
+        device: of all tensors, and the current one; not checked. Dtypes must also stay the same, and numbers fit 32
             bits.
     """
 
@@ -84,13 +83,13 @@ class Launch:
             elif self._run is None:
                 self._note(self._kernel[rows, blocks, 1](*tensors, *index, *others))
             else:
-                # Addresses, because Triton asks the driver of each tensor whether it is on the device.
+                # Addresses: for tensors, Triton asks the driver whether each is on the device.
                 self._run(rows, blocks, 1, current_stream(device), *self._of_launch, *addresses, *last)
 
         return launch
 
     def _note(self, compiled: CompiledKernel) -> None:
-        """Notes how the kernel is launched once it is compiled."""
-        with suppress(AttributeError):  # another Triton: its own launch, slower, each time
+        """Notes how to launch the compiled kernel."""
+        with suppress(AttributeError):  # another version of Triton: keeps to its own launch, which is slower
             self._of_launch = compiled.function, compiled.packed_metadata, *_NO_HOOKS
             self._run = compiled.run

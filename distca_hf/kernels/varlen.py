@@ -1,38 +1,36 @@
-"""Attention kernels of packages, as `kernels.interface.Kernel`: of torch, on GPUs and on the CPU, and of
-FlashAttention 2, 3 and 4.
+"""Attention kernels of torch (on GPUs and on the CPU) and of FlashAttention 2, 3 and 4, as `kernels.interface.Kernel`.
 
-On GPUs (FlashAttention 2 inside torch) the operators below `torch.nn.attention.varlen` are used directly.
-`varlen_attn` itself hides its backward behind autograd, which is off inside our operator. Causal masks are aligned
+On GPUs (FlashAttention 2 inside torch) the operators below `torch.nn.attention.varlen` are called directly.
+`varlen_attn` itself has its backward in autograd, which is off inside our operator. Causal masks are aligned
 bottom-right; log-sum-exps are `[N, T]` in fp32. Operators: `aten::_flash_attention_forward`,
 `aten::_flash_attention_backward`.
 
 On the CPU the kernel runs once per task, or twice for a causal task with more keys than queries. Operators:
 `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward.
 
-    keys    0 ........ prefix ....... end      The kernel's causal mask is aligned top-left, so it is only used where
-    queries | no mask  | square, causal |      queries and keys are equally many. The prefix is attended without mask.
+    keys    0 ........ prefix ....... end      The kernel's causal mask is aligned top-left, so it is used only for
+    queries | no mask  | square, causal |      equally many queries and keys. The prefix is attended without mask.
                                                Both parts are merged by their log-sum-exps.
 
-Packages of FlashAttention are imported when a kernel is chosen. Forward and backward run inside one operator
-of ours, where autograd is off. So the functions below each package's autograd are called:
+Packages of FlashAttention are imported when a kernel is chosen. Forward and backward run inside one operator of ours,
+with autograd off, so they call the functions below each package's autograd:
 `flash_attn_interface._flash_attn_forward/_flash_attn_backward` (3),
 `flash_attn.flash_attn_interface._flash_attn_varlen_forward/_backward` (2),
 `flash_attn.cute.interface._flash_attn_fwd/_flash_attn_bwd` (4). All align causal masks bottom-right and return
 log-sum-exps as `[N, T]` in fp32.
 
-Where a document is longer than the tokens of a rank, most of its work is in calls of many queries against a long
-prefix. On Hopper GPUs FlashAttention 4 gets these calls in another way, which is faster
-(docs/benchmarks/kernels.md):
+If a document is longer than the tokens of a rank, most of its work is in calls of many queries against a long prefix.
+On Hopper GPUs FlashAttention 4 gets these calls in a faster form (docs/benchmarks/kernels.md):
 
-    forward     heads stay apart. By itself the package packs the query heads of a KV head into the rows of one tile.
+    forward     heads stay apart. By default the package packs the query heads of a KV head into the rows of one tile.
     backward    several calls of some heads each. Blocks of keys read all queries of a head at about the same time, and
                 the L2 cache holds what they read. In one long call they drift apart, until each reads from memory.
 
-Results are the same, bit by bit, but for the order in which backward adds the gradients of queries.
+Results are the same, bit by bit, except for the order in which backward adds the gradients of queries.
 
-Sliding windows are the functions' own. `window_size_left` counts the keys before a query's place, so it is one less
-than `window_tokens`. On the right `causal` ends a window, or nothing does. FlashAttention 2, also torch's, takes an
-open right side as `max_seqlen_k` keys: `_open_to_the_right` makes that enough where there are fewer keys than queries.
+Sliding windows are computed by the functions themselves. `window_size_left` counts the keys before a query's place, so
+it is one less than `window_tokens`. On the right, a window ends by `causal` or not at all. FlashAttention 2, including
+torch's, takes an open right side as `max_seqlen_k` keys, too few if a task has more queries: see `_open_to_the_right`.
 
 Shape legend in `kernels.interface`.
 """
@@ -49,8 +47,8 @@ from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, O
 
 HOPPER = 9  # compute capability
 
-# Forward keeps heads apart from so many queries of the longest task on, and with this head dimension. Fewer queries
-# fill a tile only with several heads; with other dimensions it was no faster.
+# Forward keeps heads apart if the longest task has at least this many queries, and with this head dimension. Fewer
+# queries fill a tile only with several heads; with other dimensions it was not faster.
 MIN_QUERIES_HEADS_APART, HEAD_DIM_HEADS_APART = 512, 128
 
 # Backward, in key rows x query heads: above the first, blocks of one call drift apart; up to the second they do not.
@@ -58,7 +56,7 @@ LONG_CALL_HEAD_ROWS, SHORT_CALL_HEAD_ROWS = 2**22, 2**20
 
 
 class TorchVarlenKernel:
-    """Varlen flash attention that comes with torch (CUDA)."""
+    """Torch's own varlen flash attention (CUDA)."""
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         dropout, debug_mask = 0.0, False
@@ -98,8 +96,8 @@ class TorchVarlenKernel:
 
 @lru_cache(maxsize=256)
 def options_of_package(spec: AttentionSpec) -> dict[str, float]:
-    """Returns window and softcap by the names of varlen functions; only those that are asked for, because former
-    versions of packages lack some."""
+    """Returns window and softcap by the names of varlen functions. Leaves out unused ones, which older versions of
+    packages may lack."""
     options: dict[str, float] = {}
     if spec.window_tokens:
         options["window_size_left"] = spec.window_tokens - 1
@@ -109,9 +107,9 @@ def options_of_package(spec: AttentionSpec) -> dict[str, float]:
 
 
 def _open_to_the_right(spans: Spans, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Returns spans in order, with enough keys for windows that only a left side ends.
+    """Returns spans in order, with enough keys for windows that are open to the right.
 
-    The first query of a task stands up to `max_seqlen_q` places before its last key, and must attend to it.
+    The first query of a task is up to `max_seqlen_q` places before its last key, and must attend to it.
     """
     if spec.causal or not spec.window_tokens or spans.max_seqlen_q <= spans.max_seqlen_k:
         return spans.in_order
@@ -120,7 +118,7 @@ def _open_to_the_right(spans: Spans, spec: AttentionSpec) -> tuple[torch.Tensor,
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Sets torch's own switch within: torch's kernel has no argument for determinism, and reads that."""
+    """Sets torch's global switch in a `with` block: torch's kernel reads it, and has no argument for determinism."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -168,7 +166,7 @@ class CpuKernel:
                 for keys in (prefix, square):
                     dk_SGH[keys], dv_SGV[keys] = 0, 0
                 continue
-            # Output and log-sum-exp of the whole row make each part's gradients parts of the whole.
+            # With output and log-sum-exp of the whole row, each part's gradients are its part of the whole.
             dout, q, out = _batch(dout_TNV[rows]), _batch(q_TNH[rows]), _batch(out_TNV[rows])
             lse = lse_NT[:, rows].unsqueeze(0).contiguous()
             parts = ((square, spec.causal), *([(prefix, False)] if prefix.stop > prefix.start else []))
@@ -193,8 +191,8 @@ def _tasks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _batch(x_TND: torch.Tensor) -> torch.Tensor:
-    """Returns `[T, N, D]` as `[1, N, T, D]`, without a copy where elements of a row follow each other. Torch's
-    operators for CPUs take that for granted. Hooks of saved tensors may bring one back that lies otherwise."""
+    """Returns `[T, N, D]` as `[1, N, T, D]`. Copies only if elements of a row do not follow each other: torch's
+    operators for CPUs assume that they do, and hooks of saved tensors may return a tensor with another layout."""
     rows = x_TND if x_TND.stride(2) == 1 else x_TND.contiguous()
     return rows.transpose(0, 1).unsqueeze(0)
 
@@ -284,7 +282,7 @@ class Flash4Kernel:
 
     Args:
         interface: the package's module `flash_attn.cute.interface`.
-        cache_bytes: returns the bytes of a device's L2 cache; 0 where the package makes all calls by itself.
+        cache_bytes: returns the bytes of a device's L2 cache; 0 leaves all calls as the package makes them.
     """
 
     def __init__(self, interface: ModuleType, cache_bytes: Callable[[torch.device], int] = hopper_cache_bytes) -> None:
@@ -295,7 +293,7 @@ class Flash4Kernel:
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         room_out, room_lse = room
         if room_lse is not None and room_lse.stride(1) != 1:
-            room_lse = None  # it writes rows of a head that follow each other
+            room_lse = None  # the package writes the rows of a head one after the other
         out, lse, *_ = self._forward(
             *inputs,
             **spans.by_name,
@@ -350,7 +348,7 @@ class Flash4Kernel:
         )
 
     def _packing(self, q_TNH: torch.Tensor, spans: Spans, spec: AttentionSpec) -> dict[str, bool]:
-        """Returns the package's option that keeps heads apart, where that is faster; else nothing."""
+        """Returns the package's option that keeps heads apart if that is faster; else nothing."""
         if spec.window_tokens or q_TNH.shape[2] != HEAD_DIM_HEADS_APART or not self._cache_bytes(q_TNH.device):
             return {}
         queries, keys = spans.max_seqlen_q, spans.max_seqlen_k
@@ -361,7 +359,7 @@ class Flash4Kernel:
         """Returns how many KV heads each call of backward has; None if one call computes all."""
         q_TNH, k_SGH, v_SGV = saved[:3]
         cache_bytes = self._cache_bytes(q_TNH.device)
-        # A deterministic backward has its own order, which keeps to the cache.
+        # A deterministic backward has another order, whose reads stay in the cache.
         if spec.causal or spec.window_tokens or spec.deterministic or not cache_bytes:
             return None
         heads, kv_heads = q_TNH.shape[1], k_SGH.shape[1]
@@ -382,9 +380,9 @@ def query_row_bytes(head_dim: int, value_dim: int, element_bytes: int) -> int:
 
 
 def kv_heads_of_short_calls(key_rows: int, heads: int, kv_heads: int) -> int | None:
-    """Returns how many KV heads a call has at most, so that its blocks of keys stay together; None if all of them do.
+    """Returns the most KV heads of a call whose blocks of keys stay together; None if all of them may be in one call.
 
-    A call has at least one KV head, and then all of its query heads.
+    A call has at least one KV head, with all of its query heads.
 
     Args:
         key_rows: of all tasks.

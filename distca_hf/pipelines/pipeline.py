@@ -1,14 +1,14 @@
-"""Pipeline: what users say of the stages that their batches pass. It shapes the optimizer steps of a loader.
+"""Pipeline: the user's description of the stages that batches pass; shapes the optimizer steps of a loader.
 
 A stage of a pipeline waits for others if micro-batches take unequal time, and while the pipeline fills with the first
-micro-batches and drains after the last ones. So the documents are divided by shares of attention work, in several
-ways: equal shares, or a few light micro-batches that go first and last. Each way is simulated in several orders, and
-the fastest is taken. Micro-batches may have unequal tokens, because all are padded to the same number of rows.
+micro-batches and drains after the last ones. So documents are divided by shares of attention work, in several ways:
+equal shares, or a few light micro-batches that go first and last. Each way is simulated in several orders, and the
+fastest is taken. Micro-batches may have unequal tokens, because all are padded to the same number of rows.
 
     work of micro-batches   as packed   3 1 1 2 9 1 1 2      even   2.5 2.5 2.5 ...      light ends   1 3 3 3 3 3 3 1
 
 Documents are dealt longest first. In a full step the last ones may find no room, although all micro-batches together
-have enough. Then long and short documents are exchanged until one micro-batch has all the room that is left.
+have enough. Then long and short documents are exchanged until one micro-batch has all the remaining room.
 
 The result depends only on lengths, and is the same on all ranks: attended pairs are summed as integers, and seconds
 are computed element by element.
@@ -34,7 +34,7 @@ from distca_hf.pipelines.schedules import Parts, Schedule, Seconds
 if TYPE_CHECKING:
     from distca_hf.comm.grid import Grid  # imports torch
 
-# Bundles per micro-batch that the remaining documents are divided into: short documents are dealt together.
+# Bundles per micro-batch into which the remaining documents are divided: short documents are dealt together.
 BUNDLES = 16
 # Tokens above its equal share that a micro-batch may get while others have room, as a fraction of its capacity.
 SLACK = 0.002
@@ -60,7 +60,7 @@ class Pipeline(Parts, StepShape):
         return self.num_stages, self.chunks
 
     def check_grid(self, grid: "Grid") -> None:
-        """Refuses a pipeline of other stages than the mesh of the ranks has.
+        """Refuses a pipeline whose number of stages differs from the mesh.
 
         Raises:
             ConfigError: names both numbers.
@@ -74,7 +74,7 @@ class Pipeline(Parts, StepShape):
     def shaped(
         self, planner: PlacedPlanner, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int
     ) -> SteppedEpoch:
-        """Returns the epoch with documents of every optimizer step divided so that stages hardly wait."""
+        """Returns the epoch, with every optimizer step's documents divided such that stages hardly wait."""
         return ShapedEpoch(planner, Schedule(self, micro_steps), epoch, document_tokens, micro_steps, steps_from)
 
 
@@ -125,10 +125,10 @@ def divide(
         shares: share of the work for each micro-batch, in any unit.
 
     Returns:
-        For each micro-batch, the indices of its documents; None if one document found no room.
+        For each micro-batch, the indices of its documents; None if some document found no room.
     """
     longest_first = np.argsort(-document_tokens, kind="stable")
-    # A bundle has one document, or neighbours with at most one of so many equal parts of the tokens that are left.
+    # A bundle has one document, or neighbours with at most `1 / parts` of the remaining tokens.
     stops, parts = np.cumsum(document_tokens[longest_first]), BUNDLES * len(shares)
     bundles, at, done = [0], 0, 0
     while at < len(stops):
@@ -145,7 +145,7 @@ def divide(
 
 
 def _deal(tokens: list[int], work: list[int], shares: Sequence[float], capacity_tokens: int) -> list[int]:
-    """Returns the micro-batch of each bundle; the number of micro-batches where none has room."""
+    """Returns the micro-batch of each bundle; the number of micro-batches if none has room."""
     micro_batches, slack = range(len(shares)), SLACK * capacity_tokens
     tokens_left, work_left = sum(tokens), sum(work)
     missing_tokens = [tokens_left / len(shares)] * len(shares)
@@ -173,16 +173,16 @@ def _deal(tokens: list[int], work: list[int], shares: Sequence[float], capacity_
 def _make_room(
     document_tokens: IntArray, group_of: IntArray, micro_batches: int, capacity_tokens: int
 ) -> list[IntArray] | None:
-    """Returns the documents of each micro-batch, with room made for those that have none.
+    """Returns the documents of each micro-batch, after making room for documents that had none.
 
-    In a full step the room that is left is scattered over micro-batches. It is brought together in one of them, which
-    gives longer documents for shorter ones of the others.
+    In a full step the remaining room is scattered over micro-batches. One of them collects it by exchanging longer
+    documents for shorter ones of the others.
 
     Args:
-        group_of: `[documents]` micro-batch of each document; `micro_batches` where none had room.
+        group_of: `[documents]` micro-batch of each document; `micro_batches` if none had room.
 
     Returns:
-        None if nothing fits.
+        None if some document still does not fit.
     """
     groups = [np.flatnonzero(group_of == number) for number in range(micro_batches)]
     room = [capacity_tokens - int(document_tokens[group].sum()) for group in groups]
@@ -198,8 +198,8 @@ def _make_room(
 
 
 def _gather_room(document_tokens: IntArray, groups: list[IntArray], room: list[int], one: int, wanted: int) -> bool:
-    """Exchanges documents of one group for shorter ones of the others until it has the wanted room; False if that does
-    not succeed."""
+    """Exchanges documents of one group for shorter ones of the others until it has the wanted room. Returns whether
+    that succeeded."""
     before = -1
     while before < room[one] < wanted:
         before = room[one]
@@ -212,12 +212,12 @@ def _gather_room(document_tokens: IntArray, groups: list[IntArray], room: list[i
 
 
 def _exchange(document_tokens: IntArray, groups: list[IntArray], one: int, other: int, most_tokens: int) -> int:
-    """Exchanges a document of one group for a shorter one of another, and returns by how many tokens: as many as
-    can be, up to `most_tokens`. That is little room in a full step, so that work hardly changes."""
+    """Exchanges a document of one group for a shorter one of another, and returns the difference in tokens: the
+    largest up to `most_tokens`. That is little room in a full step, so work hardly changes."""
     longer, shorter = (
         group[np.argsort(document_tokens[group], kind="stable")] for group in (groups[one], groups[other])
     )
-    # For each document of the one, the shortest of the other that is not too short.
+    # For each document of the one, the shortest of the other that is long enough.
     at = np.searchsorted(document_tokens[shorter], document_tokens[longer] - most_tokens)
     longer, at = longer[at < len(shorter)], at[at < len(shorter)]
     tokens = document_tokens[longer] - document_tokens[shorter[at]]
@@ -231,7 +231,7 @@ def _exchange(document_tokens: IntArray, groups: list[IntArray], one: int, other
 
 
 def work_of_documents(document_tokens: IntArray, layer_masks: LayerMasks = CAUSAL_LAYERS) -> IntArray:
-    """Returns `[documents]` attended pairs of a layer; the mean over layers, rounded down, where masks differ."""
+    """Returns `[documents]` attended pairs of a layer; if masks differ, the mean over layers, rounded down."""
     work = Cost(layer_masks).work_of(np.zeros_like(document_tokens), document_tokens, document_tokens)
     return work // sum(count for _, count in layer_masks)
 
@@ -254,11 +254,11 @@ def shape_step(
         as_packed: documents of each micro-batch, as indices: a division that fits.
         schedule: order of operations, for as many micro-batches.
         num_ranks: ranks of a stage, which share each micro-batch with equal work.
-        tokens_per_rank: rows of a rank, padding included.
-        fits: which documents of a micro-batch have room, where ranks hold whole ones; by default all.
+        tokens_per_rank: rows of a rank, including padding.
+        fits: which documents of a micro-batch have room, if ranks hold whole ones; by default all.
 
     Returns:
-        `[micro_batches]` indices of documents in rising order; every document is in one of them.
+        `[micro_batches]` ascending indices of documents; every document is in one of them.
     """
     assert len(as_packed) == schedule.micro_batches, "epochs for pipelines have whole steps"
     divisions = [as_packed]
@@ -270,7 +270,7 @@ def shape_step(
     tried = [(number, order) for number, loads in enumerate(work) for order in orders_to_try(loads)]
     loads = np.array([work[number][order] for number, order in tried])
     seconds = simulate(schedule, loads, num_ranks, tokens_per_rank, costs)
-    # The fastest that has room; of equals the first. Documents as they were packed always have.
+    # The fastest that has room; of equals the first. The division as packed always has room.
     for best in np.argsort(seconds, kind="stable").tolist():
         number, order = tried[best]
         if fits is None or number == 0 or all(fits(document_tokens[group]).all() for group in divisions[number]):
@@ -313,7 +313,7 @@ def shares_to_try(micro_batches: int, num_stages: int) -> Iterator[list[float]]:
 
 def orders_to_try(work: IntArray) -> Iterator[IntArray]:
     """Yields orders of micro-batches of `[micro_batches]` work, as indices: as they are; rising and falling; heavy and
-    light ones in turn; and each number of the lightest ones first, then the others from the heaviest on."""
+    light ones in turn; and any number of the lightest ones first, then the others from the heaviest on."""
     yield np.arange(len(work))
     rising = np.argsort(work, kind="stable")
     yield rising

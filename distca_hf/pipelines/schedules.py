@@ -1,6 +1,6 @@
 """Schedules: parts and stages of a model, the order of their operations, and the seconds that a step takes.
 
-Layers of a model are divided into parts, and every stage of a pipeline holds one or several of them, its chunks. Part
+The layers of a model are divided into parts. Every stage of a pipeline holds one or several of them, its chunks: part
 p is on stage p mod stages. A micro-batch runs forward through all parts, then backward through them.
 
     2 stages, 1 chunk    stage 0 | F0 F1    .  . B0 F2 B1 F3 B2 . B3      numbers are micro-batches; dots wait
@@ -8,11 +8,11 @@ p is on stage p mod stages. A micro-batch runs forward through all parts, then b
 
 Orders are from `Schedule1F1B` and `ScheduleInterleaved1F1B` in `torch.distributed.pipelining`.
 
-With one chunk, and over gloo, a stage waits only for its next input. Interleaved stages over NCCL also wait for other
-transfers: torch posts a receive where the sender posts the send, often long before it is needed. A CUDA stream runs
-its transfers in order, so that one whose sender still computes holds up those after it.
+With one chunk, or over gloo, a stage waits only for its next input. Interleaved stages over NCCL also wait for other
+transfers: torch posts a receive when the sender posts the send, often long before it is needed. A CUDA stream runs its
+transfers in order, so one whose sender still computes delays the ones after it.
 
-Here are only integers and seconds, without torch.
+This file has only integers and seconds, and does not import torch.
 """
 
 from collections import deque
@@ -57,14 +57,14 @@ class Parts:
 
     @property
     def num_parts(self) -> int:
-        """Parts that the layers of the model are divided into."""
+        """Parts into which the layers of the model are divided."""
         return self.num_stages * self.chunks
 
     def check(self, micro_steps: int, num_layers: int | None = None) -> None:
         """Checks that the schedule can run.
 
         Raises:
-            ConfigError: there are too few micro-batches for the stages, or for interleaving no multiple of them; or
+            ConfigError: there are fewer micro-batches than stages, or with interleaving not a multiple of them; or
                 more parts than layers.
         """
         if micro_steps < self.num_stages:
@@ -85,7 +85,7 @@ class Parts:
             )
 
     def part_of(self, stage: int, chunk: int) -> int:
-        """Returns the part that a stage holds as one of its chunks."""
+        """Returns the part that is this chunk of a stage."""
         return chunk * self.num_stages + stage
 
     def place_of(self, part: int) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Parts:
         return stage, chunk
 
     def layers_of_parts(self, num_layers: int) -> list[int]:
-        """Returns the number of layers of each part: as equal as possible, earlier parts have one more."""
+        """Returns the number of layers of each part: as equal as possible, earlier parts may have one more."""
         each, more = divmod(num_layers, self.num_parts)
         return [each + (part < more) for part in range(self.num_parts)]
 
@@ -132,8 +132,8 @@ def _in_1f1b(pipeline: Parts, stage: int, micro_batches: int) -> Iterator[Operat
 
 
 def _interleaved(pipeline: Parts, stage: int, micro_batches: int) -> Iterator[Operation]:
-    """Yields the order of `ScheduleInterleaved1F1B`: rounds of as many micro-batches as stages go through one chunk
-    after the other."""
+    """Yields the order of `ScheduleInterleaved1F1B`: as many micro-batches as stages go through one chunk after the
+    other, then the next ones."""
     stages, chunks = pipeline.num_stages, pipeline.chunks
     total = chunks * micro_batches
     ahead = min(total, (chunks - 1) * stages + 2 * (stages - 1 - stage))
@@ -152,14 +152,14 @@ def _interleaved(pipeline: Parts, stage: int, micro_batches: int) -> Iterator[Op
 
 
 class Queues(StrEnum):
-    """What runs its transfers one after the other, if chunks are interleaved.
+    """Which transfers run one after the other, if chunks are interleaved.
 
     Attributes:
-        NONE: nothing does: gloo.
-        PAIRS: a pair of stages: NCCL, torch 2.12 and later, which posts sends and receives singly. A pair of ranks
-            has its own stream.
-        STAGES: a stage: NCCL, torch 2.11, which posts batches of one; any torch, if the process group is bound to a
-            device. All transfers of a rank are in the stream of the group.
+        NONE: none: gloo.
+        PAIRS: transfers of a pair of stages: NCCL with torch 2.12 and later, which posts sends and receives singly.
+            Each pair of ranks has its own stream.
+        STAGES: transfers of a stage: NCCL with torch 2.11, which posts batches of one; any torch, if the process group
+            is bound to a device. All transfers of a rank are in the stream of the group.
     """
 
     NONE = "none"
@@ -168,8 +168,8 @@ class Queues(StrEnum):
 
 
 def _turns(operations: Sequence[Operation]) -> Iterator[Operation | None]:
-    """Yields the operations of a stage, and None for each other entry of torch's list: FSDP gathers the weights of
-    the next `GATHERED_PARTS`, gives others up, and sums up the gradients of a part after its last backward."""
+    """Yields the operations of a stage, and None for each other entry of torch's list: FSDP gathers the weights of the
+    next `GATHERED_PARTS` parts, frees others, and reduces the gradients of a part after its last backward."""
     last = {operation.part: place for place, operation in enumerate(operations) if not operation.is_forward}
     gathered: set[int] = set()
     for place, operation in enumerate(operations):
@@ -189,10 +189,10 @@ class Action(NamedTuple):
     """An operation, and the transfer of its result.
 
     Attributes:
-        stage: where it runs.
+        stage: on which it runs.
         receiver: the operation that needs the result on another stage, if there is one.
         target: that stage.
-        queues: the transfer's, as numbers.
+        queues: numbers of the transfer's queues.
     """
 
     stage: int
@@ -203,7 +203,7 @@ class Action(NamedTuple):
 
 
 class Schedule:
-    """All operations and transfers of an optimizer step, each after those that it waits for.
+    """All operations and transfers of an optimizer step, each after everything that it waits for.
 
     Args:
         queues: which transfers wait for each other, with more than one chunk.
@@ -231,8 +231,8 @@ class Schedule:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """Operations in the order in which torch's `_add_send_recv` comes to them, and posts their transfers: each
-        stage in turn has its next one, if the input has been sent."""
+        """Operations in the order in which torch's `_add_send_recv` visits them, and posts their transfers: each stage
+        in turn gets its next one, if the input has been sent."""
         actions: list[Action] = []
         sent: set[Operation] = set()
         left = [deque(_turns(operations)) for operations in self.stages]
@@ -244,7 +244,7 @@ class Schedule:
                 operation = turns[0]
                 if operation is not None and operation not in sent:
                     first = 0 if operation.is_forward else self.pipeline.num_parts - 1
-                    if operation.part != first:  # which has its input, or the loss, from no other stage
+                    if operation.part != first:  # the first part gets its input, or the loss, from no other stage
                         continue
                 turns.popleft()
                 if operation is not None:
@@ -278,7 +278,7 @@ class Schedule:
             forward_seconds, backward_seconds: `[..., micro_batches]` float64 seconds of a micro-batch in all layers of
                 the model, on one rank of a stage. Leading dimensions are steps that are simulated side by side.
             hop_seconds: seconds for activations, or their gradients, from one stage to another.
-            part_layers: layers of each part; by default all parts are alike.
+            part_layers: layers of each part; by default all parts are equal.
 
         Returns:
             `[...]` float64 seconds until all stages have ended.
@@ -292,7 +292,7 @@ class Schedule:
     def step_seconds_of_parts(
         self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0
     ) -> Seconds:
-        """Simulates an optimizer step whose parts take their own times, as `step_seconds`.
+        """Simulates an optimizer step as `step_seconds` does, with separate times of each part.
 
         Args:
             forward_seconds, backward_seconds: `[..., parts, micro_batches]` float64 seconds of a micro-batch in each

@@ -1,4 +1,4 @@
-"""The accordion: a two-ended fill that deals a pool of pieces out so that every share has its tokens *and* its work.
+"""The accordion: a two-ended fill that deals out a pool of pieces, giving every share its tokens *and* its work.
 
 A share is the part of one rank, or of one node. It takes a few dense pieces, tail first, and fills up with light ones:
 
@@ -8,11 +8,11 @@ A share is the part of one rank, or of one node. It takes a few dense pieces, ta
       fill up to the share's tokens                           take up to the share's work
 
 It always works, because the cost of a token never falls along a document. Read from the dense end, the first n tokens
-of the pool weigh at least n times the mean, the last n at most that. Swapping one token at a time moves the work
+of the pool weigh at least n times the mean, and the last n at most that. Swapping one token at a time moves the work
 of (dense prefix + light suffix) across the goal in steps of at most one token's cost. So some mixture has exactly the
 share's tokens, and its work to within one token. Removing a set of mean cost leaves a pool with the same mean: repeat
-for the next share. A tail needs the keys of its whole document, and the front that is left needs none. So tails are
-taken as large as they fit: at most three cuts per share, mostly one or two, and few bytes.
+for the next share. A tail needs the keys of its whole document, and the remaining front needs none. So each tail is
+the largest that fits: at most three cuts per share, mostly one or two, and few bytes.
 """
 
 from bisect import bisect_left
@@ -24,8 +24,8 @@ from distca_hf.layout import TILE_TOKENS
 from distca_hf.placement.piece_pool import Piece, PiecePool, work_of
 
 
-# Maximum miss of a share's work, or of the others' mean, as a fraction of the work. Cuts are made until half of it is
-# reached; if it is exceeded, the guaranteed mixture is used. It keeps the placement's promise of 0.5 %.
+# Maximum deviation of a share's work, or of the others' mean, as a fraction of the work. Cuts are made until half of
+# it is reached; if it is exceeded, the guaranteed mixture is used. It keeps the placement's promise of 0.5 %.
 OFF = 4e-3
 
 
@@ -36,7 +36,7 @@ class Goal:
     Attributes:
         tokens: tokens, met exactly.
         work: work, met to within `OFF` of `load` and one token's cost.
-        load: work of the whole share, its present pieces included.
+        load: work of the whole share, including its present pieces.
     """
 
     tokens: int
@@ -53,13 +53,13 @@ class Goal:
 
 
 def deal(pool: PiecePool, goals: Sequence[Goal], peel: bool = True, off: float = OFF) -> list[list[Piece]]:
-    """Deals the whole pool out; goals are met if their work is in proportion to their tokens, or nearly so.
+    """Deals out the whole pool. Meets goals whose work is proportional to their tokens, or nearly so.
 
     Args:
         pool: pieces to deal; it is empty afterwards.
         goals: goals of the shares. Their tokens sum to the pool's, their work to its work.
         peel: whether every share begins with the densest piece, or with its tail if that is too much.
-        off: maximum miss of a share's work, see `OFF`.
+        off: maximum deviation of a share's work, see `OFF`.
 
     Returns:
         The pieces of each share.
@@ -74,10 +74,9 @@ def deal(pool: PiecePool, goals: Sequence[Goal], peel: bool = True, off: float =
 
 
 def deal_lightest_first(pool: PiecePool, goals: Sequence[Goal], off: float = OFF) -> list[list[Piece]]:
-    """Deals as `deal` does, to the share first whose tokens are to be lightest.
+    """Deals as `deal` does, but first to the share that needs the lightest tokens.
 
-    A share that comes late finds the mean of the pool. It cannot be much lighter then. Dense pieces that are left can
-    make it denser.
+    A late share finds the mean of the pool. It cannot be much lighter, but remaining dense pieces can make it denser.
     """
     order = sorted(range(len(goals)), key=lambda share: goals[share].work / max(1, goals[share].tokens))
     dealt = deal(pool, [goals[share] for share in order], off=off)
@@ -85,19 +84,19 @@ def deal_lightest_first(pool: PiecePool, goals: Sequence[Goal], off: float = OFF
 
 
 def largest_miss(shares: Sequence[list[Piece]], goals: Sequence[Goal]) -> float:
-    """Returns the largest miss of a share's work, as a fraction of it."""
+    """Returns the largest deviation of a share's work, as a fraction of it."""
     return max(abs(work_of(held) - goal.work) / max(1.0, goal.load) for held, goal in zip(shares, goals, strict=True))
 
 
 def fill(pool: PiecePool, goal: Goal, others: Goal, peel: bool = True, off: float = OFF) -> list[Piece]:
-    """Takes one share off a pool.
+    """Takes one share from a pool.
 
     Args:
-        pool: pieces to take from; if its work is not that of all goals, all goals change in proportion.
+        pool: pieces to take from; if its work is not the sum of all goals, all goals change in proportion.
         goal: goal of the share.
         others: goals of all later shares, together.
         peel: whether the share begins with the densest piece, or with its tail if that is too much.
-        off: maximum miss of the share's work, see `OFF`.
+        off: maximum deviation of the share's work, see `OFF`.
     """
     asked = goal.work + others.work
     if asked:
@@ -114,7 +113,7 @@ def fill(pool: PiecePool, goal: Goal, others: Goal, peel: bool = True, off: floa
 
 
 def _take_dense(pool: PiecePool, tokens: int, missing: float, near: float, peel: bool) -> list[Piece]:
-    """Takes dense pieces and tails, until with the lightest tokens next to them at most `near` work is missing."""
+    """Takes dense pieces and tails until, with the lightest tokens next to them, at most `near` work is missing."""
     # In each round: the densest piece that fits whole, else a tail. The last round cuts a lighter piece to measure.
     taken: list[Piece] = []
     last_cut = False
@@ -156,7 +155,7 @@ def _take_exactly(pool: PiecePool, tokens: int, goal: float) -> list[Piece]:
         fits = _fitting(pool, index, tokens, goal, most_light_work)
         take = most if fits(most) else largest(most, fits)
         if take:
-            taken.append(pool.take_tail(index, take, stay=True))  # or the light end would be another one
+            taken.append(pool.take_tail(index, take, stay=True))  # otherwise the light end would change
             tokens -= take
     taken += pool.take_light(tokens)
     pool.settle()
@@ -165,7 +164,7 @@ def _take_exactly(pool: PiecePool, tokens: int, goal: float) -> list[Piece]:
 
 def _densest_fitting(pool: PiecePool, tokens: int, missing: float, most_light_work: int) -> int:
     """Finds the densest piece that fits whole, with the lightest tokens next to it; the index before the first if none
-    does. Light tokens by themselves weigh `most_light_work`."""
+    fits. `tokens` light tokens by themselves weigh `most_light_work`."""
     densest = pool.indices[-1]
     if _fits(pool, pool.piece(densest), tokens, missing, most_light_work):
         return densest
@@ -173,7 +172,7 @@ def _densest_fitting(pool: PiecePool, tokens: int, missing: float, most_light_wo
 
 
 def _fits(pool: PiecePool, piece: Piece, tokens: int, missing: float, most_light_work: int) -> bool:
-    """Checks whether a piece fits whole, with the lightest tokens too. `tokens` light tokens weigh at most
+    """Checks whether a piece fits whole, together with the lightest tokens. `tokens` light tokens weigh at most
     `most_light_work`."""
     _, _, start, stop, work = piece
     rest = missing - work
@@ -183,7 +182,7 @@ def _fits(pool: PiecePool, piece: Piece, tokens: int, missing: float, most_light
 
 
 def _gain(pool: PiecePool, index: int, tokens: int, light_work: int) -> int:
-    """Returns the work that the share gains by a piece, over the lightest tokens in its place."""
+    """Returns the work that the share gains by a piece, compared with the lightest tokens in its place."""
     _, _, start, stop, work = pool.piece(index)
     return work + pool.light_work(tokens - stop + start) - light_work
 
@@ -198,7 +197,7 @@ def _tail(pool: PiecePool, index: int, tokens: int, missing: float, most_light_w
     if most > small and fits(small + 1):
         cuts = range(ceil_div(stop - most, TILE_TOKENS), stop // TILE_TOKENS + 1)
         index = bisect_left(cuts, True, key=lambda cut: fits(stop - cut * TILE_TOKENS))
-        if index < len(cuts):  # otherwise a chunk begins inside of the tail: a shorter one may have more work
+        if index < len(cuts):  # otherwise a chunk begins inside the tail: a shorter one may have more work
             return stop - TILE_TOKENS * cuts[index]
     return largest(min(most, small), fits)
 

@@ -2,17 +2,18 @@
 
 Equal pairs are not equal seconds. Many short documents, or a short part of a long one, run at a lower rate than one
 long document. Pairs of a document are therefore weighted by the time of a document of its length (`TimedCost`). The
-rest of the error depends on where documents are cut. So seconds of each rank are predicted, slow ranks get smaller
+rest of the error depends on where documents are cut. So the seconds of each rank are predicted, slow ranks get smaller
 shares, and documents are placed again, in a few rounds.
 
-The best round is evened out: the slowest rank and a fast one swap equally many tokens, in a local search.
+A local search then evens out the best round: the slowest rank and a fast one swap equally many tokens.
 
     slowest    | dense segments .... | [ first tokens of one ] |          ──▶ to the fast rank
     fast       | lightest tokens     |                                    ──▶ to the slowest rank
 
-The slowest rank gives dense segments. The last of them is cut, and its beginning given, which needs fewer keys than
-its end. It receives the lightest tokens of a fast rank. Bisection finds the number at which both take the same time.
-Several partners and first segments are tried: a short piece of a long document may cost more time than it wins.
+The slowest rank gives dense segments. The last of them is cut, and only its beginning given, which needs fewer keys
+than its end. It receives the lightest tokens of a fast rank. Bisection finds the number of tokens at which both take
+the same time. Several partners and first segments are tried: a short piece of a long document may cost more time than
+it saves.
 """
 
 import json
@@ -37,18 +38,18 @@ from distca_hf.placement.place import place
 FloatArray = NDArray[np.float64]
 Seconds = Callable[[list[Segment]], float]
 
-# Number of placements after the first one, each with new shares: later ones no longer get better (measured).
+# Number of placements after the first one, each with new shares: more rounds do not improve (measured).
 ROUNDS = 3
-# Units of a weight of 1.0: weights are integers, so that sums are exact, and 1/256 is finer than a measurement.
+# Units of a weight of 1.0. Weights are integers, which keeps sums exact, and 1/256 is finer than a measurement.
 PARTS_OF_A_PAIR = 256
 # Maximum number of swaps, per rank: bounds the time of planning.
 SWAPS_PER_RANK = 4
-# Excess of the slowest rank's seconds over the mean, as a fraction of it, at which the search ends. It is below the
-# error of predicted seconds.
+# Excess of the slowest rank's seconds over the mean, as a fraction of it, at which the search ends: below the error of
+# predicted seconds.
 CLOSE_TO_MEAN = 5e-3
-# Maximum number of partners that are tried for one swap, fastest first.
+# Maximum number of partners to try for one swap, fastest first.
 PARTNERS = 4
-# Maximum number of segments to begin with that are tried for one swap, each of another density.
+# Maximum number of first segments to try for one swap, each of another density.
 STARTS = 8
 
 
@@ -56,16 +57,15 @@ STARTS = 8
 class KernelTimes:
     """Measured seconds of one task, forward and backward: the last `query_tokens` of `key_tokens` tokens, all heads.
 
-    Between measurements the rate, pairs per second, is interpolated on logarithmic axes; beyond them it stays as it is
-    at the border.
+    The rate, in pairs per second, is interpolated between measurements on logarithmic axes, and constant beyond them.
 
     Attributes:
         query_tokens: `[queries]` int64, rising.
         key_tokens: `[keys]` int64, rising.
-        seconds: `[queries, keys]` float64; not a number where there are more queries than keys.
+        seconds: `[queries, keys]` float64; NaN for more queries than keys.
 
     Raises:
-        PackingError: a table that is not of this form.
+        PackingError: the table does not have this form.
     """
 
     query_tokens: IntArray
@@ -93,11 +93,11 @@ class KernelTimes:
 
     @classmethod
     def load(cls, path: Path) -> "KernelTimes":
-        """Reads a JSON file `{"query_tokens": [...], "key_tokens": [...], "seconds": [[...], ...]}`; `null` where
-        there are more queries than keys. A file of `distca profile` has such a table as `kernel_times`.
+        """Reads a JSON file `{"query_tokens": [...], "key_tokens": [...], "seconds": [[...], ...]}`, with `null` for
+        more queries than keys. A file of `distca profile` has this table as `kernel_times`.
 
         Raises:
-            PackingError: the file cannot be read, or is not of this form.
+            PackingError: the file cannot be read, or does not have this form.
         """
         try:
             table = json.loads(path.read_text())
@@ -118,8 +118,8 @@ class KernelTimes:
 
     @cached_property
     def log_rate(self) -> FloatArray:
-        """`[queries, keys]` logarithm of pairs per second. Entries with more queries than keys repeat the first entry
-        of their row that has not."""
+        """`[queries, keys]` logarithm of pairs per second. Entries with more queries than keys repeat the first other
+        entry of their row."""
         queries, keys = np.meshgrid(self.query_tokens, self.key_tokens, indexing="ij")
         first = np.argmax(self._is_causal, axis=1)[:, None]
         column = np.maximum(np.arange(len(self.key_tokens))[None, :], first)
@@ -131,7 +131,7 @@ class KernelTimes:
         query, query_part = between(self.query_tokens, stops - starts)
         key, key_part = between(self.key_tokens, stops)
         rate = self.log_rate
-        # Bilinear, between the four measurements around a range; at the border of the table two of them are one.
+        # Bilinear, between the four measurements around a range; at the border of the table two of them coincide.
         upper = np.minimum(query + 1, len(self.query_tokens) - 1), np.minimum(key + 1, len(self.key_tokens) - 1)
         log_rate = (
             rate[query, key] * (1 - query_part) * (1 - key_part)
@@ -165,7 +165,7 @@ class TimedCost:
 
 
 def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
-    """Predicts `[ranks]` seconds of attention of one layer, forward and backward. Ranks share a stripe's equally."""
+    """Predicts `[ranks]` seconds of attention of one layer, forward and backward. Ranks share a stripe equally."""
     seconds = times.of(layout.segment_start, layout.segment_stop)
     total, alone = _stripe_seconds(layout, times), ~layout.segment_in_stripe
     np.add.at(total, layout.segment_rank[alone], seconds[alone])
@@ -189,7 +189,7 @@ def place_by_seconds(
     head_groups: int = 1,
     rounds: int = ROUNDS,
 ) -> Layout:
-    """Places documents as `place` does, so that predicted seconds are equal instead of work.
+    """Places documents as `place` does, but makes predicted seconds equal instead of work.
 
     Args:
         document_tokens, num_ranks, topology, head_groups: see `place`.
@@ -231,8 +231,8 @@ def place_by_seconds(
 
 
 def between(measured: NDArray[Any], values: NDArray[Any]) -> tuple[IntArray, FloatArray]:
-    """Locates values between measured sizes: index of the lower one, and the fraction of the way to the next one on a
-    logarithmic axis; values outside are at the border."""
+    """Locates values between measured sizes. Returns the index of the lower one, and the fraction of the way to the
+    next one on a logarithmic axis; clips values outside to the border."""
     values = np.clip(values, measured[0], measured[-1])
     index = np.searchsorted(measured, values, side="right") - 1
     following = np.minimum(index + 1, len(measured) - 1)
@@ -254,8 +254,8 @@ class Held:
 
 
 def _even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: FloatArray) -> Layout:
-    """Swaps tokens between ranks of a layout until the slowest is close to the mean, or no swap helps. Stripes, which
-    take `fixed_seconds`, stay as they are."""
+    """Swaps tokens between ranks of a layout until the slowest is close to the mean, or no swap helps. Leaves stripes
+    as they are; they take `fixed_seconds`."""
     # 1. Seconds of each rank; segments of stripes are not swapped.
     of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
@@ -271,7 +271,7 @@ def _even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: FloatArray) ->
         slow, *fast = (int(number) for number in [np.argmax(seconds), *np.argsort(seconds, kind="stable")[:PARTNERS]])
         if seconds[slow] * len(seconds) <= (1 + CLOSE_TO_MEAN) * sum(seconds):
             break
-        # Places in the order from dense to light at which density falls.
+        # Places at which density falls, from dense to light.
         means = [_mean_position(segment)[0] for segment in _densest_first(ranks[slow].segments)]
         starts = [at for at, mean in enumerate(means) if at == 0 or mean < means[at - 1]][:STARTS]
         tried = [
@@ -295,8 +295,8 @@ def _even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: FloatArray) ->
 
 
 def _evened(slow: Held, fast: Held, start: int, seconds_of: Seconds) -> tuple[Held, Held]:
-    """Swaps as many tokens as make two ranks equally slow, as nearly as tiles allow: dense ones of the slow rank, from
-    a place in its order on, for light ones of the fast rank."""
+    """Swaps tokens until two ranks are equally slow, as nearly as tiles allow: dense tokens of the slow rank, from
+    place `start` in its order on, for light tokens of the fast rank."""
     dense, light = _densest_first(slow.segments), sorted(fast.segments, key=_mean_position)
 
     def swapped(tiles: int) -> tuple[Held, Held]:
@@ -318,7 +318,7 @@ def _evened(slow: Held, fast: Held, start: int, seconds_of: Seconds) -> tuple[He
 
 
 def _first_tokens(segments: list[Segment], tokens: int) -> tuple[list[Segment], list[Segment]]:
-    """Parts segments in order: their first `tokens` tokens, and all others."""
+    """Divides segments in order into their first `tokens` tokens, and all others."""
     first: list[Segment] = []
     others: list[Segment] = []
     for document, start, stop in segments:
@@ -332,7 +332,7 @@ def _first_tokens(segments: list[Segment], tokens: int) -> tuple[list[Segment], 
 
 
 def _joined(segments: list[Segment]) -> list[Segment]:
-    """Joins segments that follow each other in a document, which came from two ranks."""
+    """Joins segments of two ranks that follow each other in a document."""
     document, start, stop = np.array(segments, dtype=np.int64).reshape(-1, 3).T
     columns = join_neighbours(document, start, stop, np.zeros_like(document))[:3]
     return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -1,8 +1,9 @@
-"""Even windows: long documents are handed out so that layers with a sliding window are even among ranks, too.
+"""Even windows: hands out long documents such that layers with a sliding window are even among ranks, too.
 
-Ranks meet in every layer. So layers with full attention have to be even, and layers with a window as well; an even sum
-of both is not enough. Placement only for full attention gives one rank the dense end of a long document next to dust,
-another one documents of medium length. In window layers dust is light work, and all else costs a window per token:
+Ranks meet in every layer. So layers with full attention must be even, and layers with a window as well; an even sum of
+both is not enough. Placement that balances only full attention may give one rank the dense end of a long document and
+dust, and another one documents of medium length. In window layers dust is light work, and all else costs a window per
+token:
 
     rank 0     | end of 128K | dust dust dust dust |     full: even     window of 4K: 0.6
     rank 1     |  12K  |  11K  |  13K  |  12K | 9K |     full: even     window of 4K: 1.3
@@ -14,14 +15,14 @@ In each layer
 and full work is even in any case. So window work is as even as the pairs left out. Short documents have hardly any.
 Shares (nodes, or the ranks of one) are filled in two steps:
 
-1. Long documents are handed out, longest first, each to the share that misses most pairs left out. They stay whole
-   where they can. One with more such pairs than the share misses is cut, and the share gets its tail.
+1. Long documents are handed out, longest first, each to the share that lacks most pairs left out. They stay whole if
+   they can. One with more pairs left out than the share lacks is cut, and the share gets its tail.
 2. Short documents make up for tokens and work. The accordion deals them, and their cuts cost few bytes.
 
-Ends of long documents have far more pairs left out for their tokens than beginnings. If the first shares take all they
-miss of ends, beginnings are left for the last ones, which have not enough tokens for them. Then every share takes only
-a part of what it misses at once, the largest part that works. If none does, long and short documents are two lines:
-the accordion deals either of them, and every share gets an equal part of the tokens and of the work of both.
+Ends of long documents have far more pairs left out for their tokens than beginnings. If the first shares take all that
+they lack from ends, the beginnings remain for the last shares, which have too few tokens for them. Then every share
+takes only a part of what it lacks at once, the largest part that works. If none works, the accordion deals long and
+short documents separately, and every share gets an equal part of the tokens and of the work of both.
 """
 
 import math
@@ -41,16 +42,15 @@ from distca_hf.placement.predicted import LayersByMask
 
 # Parts of the missing pairs that a share takes at once, in the order in which they are tried. Smaller ones cut more.
 PARTS = (1.0, 0.85, 0.7)
-# Remainder, as a part of the pairs that a share may miss in the end, that is not left for another piece.
+# Remainder, as a part of the pairs that a share may lack in the end, that is not left for another piece.
 REMAINDER = 0.5
-# Miss of the work for which short documents are cut, as a fraction of the miss that is allowed.
+# Deviation of the work for which short documents are cut, as a fraction of the allowed one.
 FINISH = 0.65
-# Length of a document, in windows, from which its pairs left out count.
+# Length of a document, in windows, above which its pairs left out count.
 LONG_WINDOWS = 1.6
-# Maximum excess of a node's work in windows over the mean, as a fraction of it, up to which long documents are not cut
-# for it.
+# Maximum excess of a node's work in windows over the mean, as a fraction of it, for which long documents are not cut.
 NODES_UNEVEN = 0.05
-# The same for a rank, its node's excess included.
+# The same for a rank, including its node's excess.
 RANKS_UNEVEN = 0.12
 # Excess of a rank over its node's mean that is always allowed.
 LEAST_UNEVEN = 0.02
@@ -63,8 +63,8 @@ class EvenWindows:
     Attributes:
         kinds: kinds of layers of the model.
         window_time: time of window layers, as a fraction of the work of all documents.
-        time_left_out: time of the pairs that windows leave out of long documents, as a fraction of it.
-        may_miss: pairs left out that a share may miss, as a fraction of its work.
+        time_left_out: time of the pairs that windows leave out of long documents, as a fraction of the same.
+        may_miss: pairs left out that a share may lack, as a fraction of its work.
         alike: see `heuristics.deal_longest_first`.
     """
 
@@ -76,15 +76,15 @@ class EvenWindows:
 
     @classmethod
     def of_nodes(cls, kinds: LayersByMask, document_tokens: IntArray, work: int) -> Self:
-        """Returns the deal to nodes of whole documents, which have this work."""
+        """Returns the deal to nodes of whole documents with this much work."""
         long = document_tokens[document_tokens > int(LONG_WINDOWS * kinds.longest_window)]
         time = kinds.window_time(document_tokens) / max(1, work)
         time_left_out = sum(map(kinds.left_out_before, long.tolist())) / max(1, work)
         return cls(kinds, time, time_left_out, NODES_UNEVEN * time, ALIKE_NODES)
 
     def of_ranks(self, pieces: list[Piece]) -> "EvenWindows":
-        """Returns the deal of a node's pieces to its ranks. Of a node that has more pairs left out, a rank may miss
-        more."""
+        """Returns the deal of a node's pieces to its ranks. If the node has more pairs left out than the mean, its
+        ranks may lack more."""
         more = self.left_out(pieces) / max(1, work_of(pieces)) - self.time_left_out
         may_miss = max(RANKS_UNEVEN * self.window_time + more, LEAST_UNEVEN * self.window_time)
         return replace(self, may_miss=may_miss, alike=ALIKE)
@@ -101,12 +101,13 @@ class EvenWindows:
         return sum([before(stop) - before(start) if start else before(stop) for start, stop in ranges])
 
     def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
-        """Deals a whole pool out.
+        """Deals out a whole pool.
 
         Args:
             pool: pieces to deal; it is not used afterwards.
             goals: goals of the shares. Their tokens sum to the pool's, their work to its work.
-            off: maximum miss of a share's work, as a fraction of it; where all parts exceed it, there are two lines.
+            off: maximum deviation of a share's work, as a fraction of it; if all `PARTS` exceed it, long and short
+                documents are dealt separately.
 
         Returns:
             The pieces of each share.
@@ -136,12 +137,12 @@ class EvenWindows:
 def _hand_out(
     pool: PiecePool, goals: Sequence[Goal], missing: list[float], short_cost: float, part: float, even: EvenWindows
 ) -> tuple[list[list[Piece]], list[Goal]] | None:
-    """Takes all long documents off a pool: the pieces of each share, and what shares still need; None if a share
-    misses too many pairs. A share takes a `part` of the pairs that it misses at once. Tokens of short documents have
-    the mean cost `short_cost`."""
+    """Takes all long documents from a pool. Returns the pieces of each share, and what shares still need; None if a
+    share lacks too many pairs. A share takes a `part` of the pairs that it lacks at once. Tokens of short documents
+    have the mean cost `short_cost`."""
     shares: list[list[Piece]] = [[] for _ in goals]
     tokens, work = [goal.tokens for goal in goals], [goal.work for goal in goals]
-    missing = list(missing)  # minus infinity where a share is closed
+    missing = list(missing)  # minus infinity for a closed share
     may_miss = [even.may_miss * goal.load for goal in goals]
     before, least_tail = even.kinds.left_out_before, max(1, even.kinds.longest_window // 2)
 
@@ -149,7 +150,8 @@ def _hand_out(
         return _has_room(pool, tokens, work, short_cost, share, of_piece, work_of_piece)
 
     def tail_of(share: int, piece: Piece, most_left_out: float) -> int:
-        """Returns tokens of the largest tail of the densest piece that fits a share, with so many pairs left out."""
+        """Returns the tokens of the largest tail of the densest piece that fits a share, with at most this many pairs
+        left out."""
         _, document, start, stop, _ = piece
         least_before = before(stop) - most_left_out
 
@@ -163,7 +165,7 @@ def _hand_out(
         share = missing.index(most)
         _, _, start, stop, of_piece = piece
         left_out = before(stop) - before(start) if start else before(stop)
-        # Later pieces have fewer pairs left out for their tokens. If these are too few, the share will miss some.
+        # Later pieces have fewer pairs left out for their tokens. If these are too few, the share will lack some.
         if (most - may_miss[share]) * (stop - start) > left_out * tokens[share]:
             return None
         is_last = (1 - part) * most <= REMAINDER * may_miss[share]
@@ -191,8 +193,8 @@ def _hand_out(
 def _has_room(
     pool: PiecePool, tokens: list[int], work: list[float], short_cost: float, share: int, taken: int, taken_work: int
 ) -> bool:
-    """Checks whether the pool has tokens light enough for what all shares need, if one gets so many tokens and so much
-    work."""
+    """Checks whether the pool has tokens light enough for what all shares need, if one of them takes these tokens and
+    this work."""
     rest_tokens, rest_work = tokens[share] - taken, work[share] - taken_work
     if rest_tokens < 0 or rest_work < 0:
         return False
@@ -216,8 +218,8 @@ def _has_room(
 def _deal_two_lines(
     long: list[Piece], short: list[Piece], goals: Sequence[Goal], pool: PiecePool
 ) -> list[list[Piece]]:
-    """Deals long pieces of a pool and short ones apart: every share gets an equal part of either."""
-    # 1. Long ones, to goals in proportion to those for all.
+    """Deals long and short pieces of a pool separately: every share gets an equal part of both."""
+    # 1. Long ones, to goals in proportion to the goals for all.
     long_tokens, tokens = _tokens_of(long), sum([goal.tokens for goal in goals])
     borders = [long_tokens * before // max(1, tokens) for before in accumulate([g.tokens for g in goals], initial=0)]
     long_pool, short_pool = PiecePool(long, pool.work), PiecePool(short, pool.work)
@@ -228,7 +230,7 @@ def _deal_two_lines(
     ]
     shares = deal_lightest_first(long_pool, long_goals)
 
-    # 2. Short ones, which make up for what shares miss of the long ones.
+    # 2. Short ones, which make up for deviations of the long ones.
     short_goals = [
         Goal(goal.tokens - of_long.tokens, max(0.0, goal.work - work_of(held)), goal.load)
         for goal, of_long, held in zip(goals, long_goals, shares, strict=True)

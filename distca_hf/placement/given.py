@@ -1,12 +1,13 @@
-"""Given: placement of documents that ranks hold already, in given batches.
+"""Given: places documents that ranks already hold, in given batches.
 
-Batches that are even stay. Others are placed as any documents are, and then the placed ranks are numbered so that many
-tokens stay on the rank whose batch holds them.
+Even batches stay. Others are placed like any documents. Then the placed ranks are numbered such that many tokens stay
+on the rank whose batch holds them.
 
-    as placed     a b c d | e f g h       nodes of equal size, and the ranks of a node, are alike to placement,
+    as placed     a b c d | e f g h       nodes of equal size, and the ranks of a node, are the same to placement,
     numbered      f e h g | b d a c       so each rank takes the part that shares most tokens with its batch
 
-Every part keeps its tokens, its work and its stripes. Nodes are matched first, because links between them are slow.
+Every part keeps its tokens, its work and its stripes. Nodes are matched first, because the network between them is
+slow.
 """
 
 from dataclasses import replace
@@ -19,17 +20,17 @@ from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
 
 
-# Batches are even if no rank has more than so many times the mean tokens, nor the mean attended pairs.
+# Batches are even if no rank has more than this many times the mean tokens, or the mean attended pairs.
 EVEN = 1.02
 
 
 def place_given(
     home: Layout, topology: Topology, head_groups: int = 1, layer_masks: LayerMasks = CAUSAL_LAYERS
 ) -> Layout:
-    """Returns the layout that layers compute, of at least one row on each rank: models cannot run on none.
+    """Returns the layout that layers compute, with at least one row on each rank: models cannot run without rows.
 
     Args:
-        home: whole documents, in the order of the batches; it is returned itself if batches are even.
+        home: whole documents, in the order of the batches; returned unchanged if batches are even.
         topology, head_groups, layer_masks: as for `place`.
     """
     counts = [home.rank_tokens, *(home.rank_work_of(mask) for mask, _ in layer_masks)]
@@ -43,7 +44,7 @@ def place_given(
 
 
 def tokens_between(home: Layout, placed: Layout) -> IntArray:
-    """Returns `[home rank, placed rank]` tokens that a rank holds in its batch, and that a rank computes.
+    """Returns `[home rank, placed rank]` tokens that the first rank holds in its batch, and the second computes.
 
     Args:
         home: the same documents, whole, in the order of the batches.
@@ -62,13 +63,13 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
     """
     num_ranks, per_node = placed.num_ranks, topology.ranks_per_node
     shared = tokens_between(home, placed).T  # [placed rank, home rank]
-    # 1. Nodes of equal size are exchanged; the last one may be smaller, and stays.
+    # 1. Nodes of equal size are exchanged; the last one, which may be smaller, stays.
     full = num_ranks // per_node
     in_full = shared[: full * per_node, : full * per_node]
     node_order = _matched(in_full.reshape(full, per_node, full, per_node).sum(axis=(1, 3)))
     order = np.arange(num_ranks)
     order[: full * per_node] = ranges(node_order * per_node, np.full(full, per_node))
-    # 2. The ranks of each.
+    # 2. The ranks of each node.
     for node in range(topology.num_nodes):
         ranks = topology.ranks_of(node)
         of_node = order[ranks.start : ranks.stop]
@@ -77,8 +78,8 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
 
 
 def _matched(shared: IntArray) -> IntArray:
-    """Returns `[ranks]` the placed rank that each home rank takes, those that share most tokens first, from tokens
-    `[placed ranks, home ranks]`."""
+    """Returns `[ranks]` the placed rank that each home rank takes, from `[placed ranks, home ranks]` shared tokens.
+    Pairs that share most tokens are matched first."""
     pairs = np.argwhere(shared)
     order, free = np.full(len(shared), -1), np.ones(len(shared), dtype=bool)
     for placed, home in pairs[np.argsort(-shared[tuple(pairs.T)], kind="stable")].tolist():

@@ -1,29 +1,29 @@
-"""Heuristics that deal documents to shares, which are nodes or the ranks of one, and the choice among them.
+"""Heuristics that deal documents to shares (nodes, or the ranks of one), and the choice among them.
 
 **Longest first** (LPT, longest processing time first). The accordion fills one share after another. The first shares
-use up the pieces that would balance the last ones, so the last must divide long documents. Here all shares are filled
-at the same time, long documents stay whole if they can, and fewer keys move:
+use up the pieces that would balance the last ones, which must then divide long documents. This heuristic fills all
+shares at the same time. Long documents stay whole if they can, and fewer keys move:
 
 1. Long pieces are handed out, longest first, each to the share with most missing work beyond the mean work of its
    missing tokens. A piece that does not fit is cut: the share takes its tail and gets no more long pieces. The
    front is handed out later.
-2. Short documents are left, which may be cut anywhere for few bytes. Shares that need lighter documents are parted
+2. Short documents are left, which may be cut anywhere for few bytes. Shares that need lighter documents are separated
    from shares that need denser ones, until the accordion can fill them one after the other.
 
-**Heavy documents.** A document with more work than one rank's share is divided over several ranks. Each of them but
-one needs keys and values of the others. Where ranks hold few documents, most bytes are theirs. So the number of ranks
-of each heavy document is settled first, and light documents are handed out accordingly:
+**Heavy documents.** A document with more work than one rank's share is divided over several ranks. All of them except
+one need keys and values of the others. If ranks hold few documents, most bytes are due to heavy ones. So the number of
+ranks of each heavy document is settled first, and light documents are handed out accordingly:
 
     | r0     r1     r2 | r3     r4     r5 | r6     r7 | r8     r9 | r10 |
     | 64K + 128K light | 64K + 128K light | 58K + 70K | 50K + 78K | 46K + 18K |
 
-1. A heavy document gets as many ranks as it needs at least. The remaining ranks are apportioned like seats of a
+1. A heavy document gets the fewest ranks that it needs. The remaining ranks are apportioned like seats of a
    parliament: each to the document with most work per rank.
-2. Light documents are handed out to groups longest first. Groups are so large that nearly all stay whole.
-3. The accordion deals each group to its ranks. Only there its heavy document is cut.
+2. Light documents are handed out to groups, longest first. Groups are so large that nearly all stay whole.
+3. The accordion deals each group to its ranks, and only then cuts its heavy document.
 
-No heuristic is best for all documents. Where documents and ranks are few, several are tried, and the deal that moves
-the fewest keys is kept. That takes little time, and wins most, because every document counts.
+No heuristic is best for all documents. With few documents and ranks, several are tried, and the deal that moves the
+fewest keys is kept. That takes little time then, and gains most, because every document counts.
 """
 
 import heapq
@@ -43,39 +43,40 @@ from distca_hf.placement.piece_pool import Piece, PiecePool, joined, piece_of, w
 # Minimum mean cost of a share's need, as a fraction of the pool's mean cost per token, at which light tokens suffice
 # without a closer look.
 LIGHT_ENOUGH = 0.9
-# Miss of the work for which short documents are cut, as a fraction of that for long ones. Cuts of short ones cost
-# fewer bytes.
+# Deviation of the work for which short documents are cut, as a fraction of the one for long documents: cuts of short
+# ones cost fewer bytes.
 FINISH = 1 / 2
 # Maximum spread of the ranks' needs for short documents, in mean cost per token, as a fraction of the largest. At 1.0
 # all ranks are served one after the other.
 ALIKE = 1.0
-# The same of nodes. It is below that of ranks, since the miss of a node weighs more than the miss of one rank.
+# The same for nodes. It is lower, because the deviation of a node weighs more than that of one rank.
 ALIKE_NODES = 0.5
 # Minimum work of a heavy document, as fractions of a rank's mean work, in the order in which they are tried. Next to
 # nearly a rank's work only the lightest tokens fit, so the document gets its own ranks. If groups cannot be filled,
 # the next fraction makes fewer documents heavy.
 HEAVY = (0.8, 0.9, 1.0)
-# Longest document, in tokens, that is cut to fill groups up: its keys and values are few bytes.
+# Longest document, in tokens, that may be cut to fill up groups: its keys and values are few bytes.
 SHORT_FOR_GROUPS = 2048
 # Maximum spread of the groups' needs, in mean cost per token, as a fraction of the largest. Groups within it are
 # filled one after the other.
 ALIKE_GROUPS = 0.5
-# Work of the front that is cut off a heavy document beforehand, as a fraction of a rank's work. Of a document of one
-# rank's work it is the first 22 % of the tokens. The cut costs few bytes, and leaves the accordion light tokens in
-# every group, next to which parts can be large.
+# Work of the front that is cut off a heavy document beforehand, as a fraction of a rank's work: the first 22 % of the
+# tokens of a document with one rank's work. The cut costs few bytes, and gives the accordion light tokens in every
+# group, next to which parts can be large.
 FRONT_SHARE = 0.05
 
 
 def deal_longest_first(
     pool: PiecePool, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
 ) -> list[list[Piece]]:
-    """Deals a whole pool out, long pieces whole wherever they fit.
+    """Deals out a whole pool, keeping long pieces whole if they fit.
 
     Args:
         pool: pieces to deal; it is empty afterwards.
         goals: goals of the shares. Their tokens sum to the pool's, their work to its work.
         short_tokens: documents up to this length are short.
-        off: maximum miss of a share's work, as a fraction of it; beyond it the accordion deals everything instead.
+        off: maximum deviation of a share's work, as a fraction of it; beyond it the accordion deals everything
+            instead.
         alike: maximum spread of the shares' needs for short documents, in mean cost per token, as a fraction of the
             largest. Shares within it are filled one after the other.
 
@@ -93,8 +94,8 @@ def deal_longest_first(
 def hand_out_longest_first(
     pool: PiecePool, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
 ) -> tuple[list[list[Piece]], list[float]]:
-    """Deals as `deal_longest_first` does, but never anew: pieces of each share, and its excess as a fraction of its
-    work."""
+    """Deals as `deal_longest_first` does, but never with the accordion instead. Returns the pieces of each share, and
+    its excess as a fraction of its work."""
     shares, left = _hand_out_long(pool, goals, short_tokens)
     excess = [0.0] * len(goals)
     for share, short in deal_by_need(pool, dict(enumerate(left)), off * FINISH, alike).items():
@@ -104,16 +105,16 @@ def hand_out_longest_first(
 
 
 def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Piece]], list[Goal]]:
-    """Takes the long pieces off a pool: the pieces of each share, and the goals that are left."""
+    """Takes the long pieces from a pool. Returns the pieces of each share, and the remaining goals."""
     shares: list[list[Piece]] = [[] for _ in goals]
     tokens, work = [goal.tokens for goal in goals], [goal.work for goal in goals]
-    open_work = list(work)  # minus infinity where a share is closed: it gets no further long pieces
+    open_work = list(work)  # minus infinity for a closed share, which gets no further long pieces
     tokens_left, most = sum(tokens), max(tokens)
     # Mean cost of the lightest tokens, as many as the largest share needs. Fewer tokens cost no more each, and the
     # cost does not rise while tails are taken.
     light_cost = pool.light_work(most) / max(1, most)
     while (piece := pool.densest) is not None and piece[3] > short_tokens:
-        # 1. The share that misses most work beyond its missing tokens at the mean cost; the first of equals.
+        # 1. The share that lacks most work beyond its missing tokens at the mean cost; the first of equals.
         mean_cost = pool.work_left / tokens_left
         needs = [of_share - mean_cost * missing for of_share, missing in zip(open_work, tokens, strict=True)]
         most_need = max(needs)
@@ -121,7 +122,7 @@ def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) ->
             break
         share = needs.index(most_need)
 
-        # 2. A whole piece if it fits, else its largest tail that does; without a tail the share is closed.
+        # 2. The whole piece if it fits, else its largest tail that fits; if none fits, the share is closed.
         _, _, start, stop, of_piece = piece
         rest_tokens, least_cost = tokens[share] - (stop - start), max(LIGHT_ENOUGH * mean_cost, light_cost)
         if rest_tokens >= 0 and work[share] - of_piece >= least_cost * rest_tokens:
@@ -143,10 +144,10 @@ def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) ->
 
 
 def _fitting_tail(pool: PiecePool, share: int, tokens: list[int], work: list[float], mean_cost: float) -> int:
-    """Returns tokens of the densest piece, or of its largest tail, that fit a share, given what all shares need.
+    """Returns the tokens of the densest piece, or of its largest tail, that fit a share, given what all shares need.
 
-    Afterwards the pool must have tokens light enough for this share, for all with the same need together, and for
-    all together that need lighter tokens than the mean.
+    Afterwards the pool must have tokens light enough for this share, for it together with all shares that need no
+    denser ones, and for all shares together that need lighter tokens than the mean.
     """
     _, document, start, stop, _ = pool.piece(pool.indices[-1])
     others = [(tokens[other], work[other]) for other in range(len(tokens)) if other != share]
@@ -171,12 +172,12 @@ def _fitting_tail(pool: PiecePool, share: int, tokens: list[int], work: list[flo
 
 
 def deal_by_need(pool: PiecePool, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
-    """Deals a whole pool out to shares with different needs, parted at the largest step between these.
+    """Deals out a whole pool to shares with different needs, separated at the largest step between needs.
 
     Args:
         pool: pieces to deal; it is empty afterwards.
         goals: goals of the shares, by their number.
-        off: maximum miss of a share's work, as a fraction of it, for which pieces are not cut.
+        off: maximum deviation of a share's work, as a fraction of it, for which pieces are not cut.
         alike: see `deal_longest_first`.
     """
     shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
@@ -201,11 +202,11 @@ def deal_in_groups(pieces: Sequence[Piece], work: Work, goals: Sequence[Goal], o
     Args:
         pieces: pieces to deal.
         work: work of a query range, `work(document, start, stop)`.
-        goals: goals of the ranks. Their tokens sum to the pieces', their work to their work.
-        off: maximum miss of a rank's work, as a fraction of it.
+        goals: goals of the ranks. Their tokens sum to the pieces' tokens, their work to the pieces' work.
+        off: maximum deviation of a rank's work, as a fraction of it.
 
     Returns:
-        The pieces of each rank; None if there are not two groups, or if one of them cannot be filled.
+        The pieces of each rank; None if there are fewer than two groups, or one of them cannot be filled.
     """
     by_work = sorted(pieces, key=lambda piece: (-piece[4], piece[1:4]))
     rank_work = _mean_work(goals)
@@ -221,7 +222,7 @@ def _dealt(
     heavy: list[Piece], light: list[Piece], work: Work, goals: Sequence[Goal], off: float
 ) -> list[list[Piece]] | None:
     """Deals pieces with a group for each heavy piece; None if that fails."""
-    # 1. Ranks of each group, and the light tokens and work that they need next to the heavy piece.
+    # 1. Ranks of each group, and the light tokens and work that it needs next to the heavy piece.
     num_ranks = _apportioned([piece[4] for piece in heavy], goals)
     if num_ranks is None:
         return None
@@ -233,7 +234,7 @@ def _dealt(
     if any(goal.tokens < 0 or goal.work < 0 for goal in to_fill):
         return None
 
-    # 2. Light pieces for each group, then the accordion inside of it.
+    # 2. Light pieces for each group, then the accordion within it.
     filled, excess = hand_out_longest_first(PiecePool(light, work), to_fill, SHORT_FOR_GROUPS, off, ALIKE_GROUPS)
     if max(map(abs, excess)) > off:
         return None
@@ -249,7 +250,7 @@ def _dealt(
 
 
 def _parted(piece: Piece, work: Work, front_work: float) -> list[Piece]:
-    """Cuts a piece in two, so that the front has at most this much work."""
+    """Cuts a piece in two, with at most this much work in the front."""
     _, document, start, stop, _ = piece
     cut = start + largest(stop - start, lambda tokens: work(document, start, start + tokens) <= front_work)
     return [piece_of(document, *part, work(document, *part)) for part in pairwise(sorted({start, cut, stop}))]
@@ -258,7 +259,7 @@ def _parted(piece: Piece, work: Work, front_work: float) -> list[Piece]:
 def _apportioned(works: Sequence[int], goals: Sequence[Goal]) -> list[int] | None:
     """Returns the number of ranks of each heavy piece; None for fewer than two pieces, or if ranks are too few."""
     rank_work = _mean_work(goals)
-    if len(works) < 2 or not rank_work:  # stripes may have used up all work that ranks are to have
+    if len(works) < 2 or not rank_work:  # stripes may have used up the work of all ranks
         return None
     num_ranks = [math.ceil(of_piece / rank_work) for of_piece in works]
     left = len(goals) - sum(num_ranks)
@@ -282,11 +283,11 @@ class Heuristic:
     """One way to deal documents to ranks.
 
     Attributes:
-        short_tokens: documents up to this length are cut readily, longer ones stay whole where they can. A cut costs
-            few bytes of keys and values, 32 MB per layer of an 8B Llama for 8K. None: the accordion deals all alike.
-        in_groups: whether heavy documents get ranks for themselves, where there are such groups.
+        short_tokens: documents up to this length are cut readily, longer ones stay whole if they can. A cut costs few
+            bytes of keys and values, 32 MB per layer of an 8B Llama for 8K. None: the accordion deals all documents.
+        in_groups: whether heavy documents get their own ranks, if groups can be made.
         peel: see `accordion.deal`.
-        most_off: maximum miss of a rank's work in the accordion, as a fraction of it.
+        most_off: maximum deviation of a rank's work in the accordion, as a fraction of it.
     """
 
     short_tokens: int | None
@@ -295,7 +296,7 @@ class Heuristic:
     most_off: float = OFF
 
     def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
-        """Deals a whole pool out; ranks may miss their work by `off` before long documents are cut for it."""
+        """Deals out a whole pool. Ranks' work may deviate by `off` before long documents are cut."""
         if self.in_groups:
             pieces = pool.take_all()
             shares = deal_in_groups(pieces, pool.work, goals, off)
@@ -307,15 +308,15 @@ class Heuristic:
         return deal_longest_first(pool, goals, self.short_tokens, off, ALIKE)
 
 
-# Documents per rank up to which the heuristics of few documents are tried. Groups stand in for the same
-# heuristic without them, which rarely moves less and would cost time.
+# Documents per rank up to which the heuristics of few documents are tried. A heuristic with groups replaces the same
+# one without, which rarely moves less and would cost time.
 FEW_DOCUMENTS = 12
-# Documents per rank up to which a second heuristic is tried: with more, both deals are about as good.
+# Documents per rank up to which a second heuristic is tried: with more, both deals are about equally good.
 SOME_DOCUMENTS = 25
-# Ranks of a node, or of the world, up to which it is small. In larger ones long documents have more work than a rank,
-# and are cut in any case.
+# Ranks up to which a node, or the world, is small. In larger ones long documents have more work than a rank, and are
+# cut in any case.
 FEW_RANKS = 16
-# Heuristics of a small world, in the order in which they are tried; only the first one for many documents.
+# Heuristics of a small world, in the order in which they are tried; for many documents only the first one.
 HEURISTICS = (Heuristic(8192), Heuristic(2048))
 # Heuristics of a world of many nodes.
 HEURISTICS_OF_MANY_NODES = (Heuristic(8192), Heuristic(None))
@@ -344,7 +345,7 @@ def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Seq
 
 
 def key_tokens(shares: Iterable[list[Piece]]) -> int:
-    """Counts tokens whose keys the shares need: of each document all tokens up to a share's last one."""
+    """Counts tokens whose keys the shares need: for each document all tokens up to a share's last one."""
     needed = 0
     for pieces in shares:
         last: dict[int, int] = {}

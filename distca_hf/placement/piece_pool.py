@@ -1,4 +1,4 @@
-"""The pool: pieces of documents from the light end to the dense end, and the two ways to take tokens off it.
+"""The pool: pieces of documents from the light end to the dense end, and the two ways to take tokens from it.
 
     light end                                                     dense end
     | d7 | d2 | d9 |     ...     | d5[0:60K] | d1[0:90K]  ·  d1[90K:120K] |
@@ -6,8 +6,8 @@
      the last one cut, front first                           any piece; its front stays
 
 The density of a piece is its mean cost per token. Short documents and beginnings of documents are light, ends of long
-ones are dense. Sums over the light end are kept while pieces come and go: every step of a placement needs them. Taken
-tokens are pieces again, so the work of a whole document is counted once, however often it is dealt.
+ones are dense. Sums over the light end are maintained as pieces come and go: every step of a placement needs them.
+Taken tokens are pieces again, so the work of a whole document is counted once, however often it is dealt.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,8 +27,8 @@ Segment = tuple[int, int, int]  # document, start, stop
 # slower, since pieces are made and sorted by the thousand.
 Piece = tuple[float, int, int, int, int]
 
-# Maximum tokens of the rest of a document cut at the light end, up to which it stays there for the next rank. A longer
-# rest would put dense tokens among light ones.
+# Maximum tokens of the rest of a document cut at the light end that stays there for the next rank. A longer rest would
+# put dense tokens among light ones.
 LIGHT_REST_TOKENS = 8192
 
 
@@ -48,7 +48,8 @@ class PiecePool:
         self._pieces = sorted(pieces)
         self.work_left = work_of(self._pieces)
         self._first = 0  # pieces before it are taken
-        # Tokens and work of all pieces before each of the first pieces, as far as they were needed and still hold.
+        # Tokens and work of all pieces before each of the first pieces, as far as they were needed and are still
+        # valid.
         self._tokens_before = [0]
         self._work_before = [0]
         self._tails: list[tuple[int, Piece, int | None]] = []  # index, piece, index of its front
@@ -77,7 +78,7 @@ class PiecePool:
         return cls(pieces, exact_work)
 
     def copy(self) -> "PiecePool":
-        """Returns a pool of the pieces that are left, which can be taken without taking them here."""
+        """Returns a pool of the remaining pieces. Taking from it leaves this one unchanged."""
         pool = PiecePool([], self.work)
         pool._pieces, pool.work_left = self._pieces[self._first :], self.work_left
         return pool
@@ -92,8 +93,8 @@ class PiecePool:
         return self._pieces[index]
 
     def first_index(self, is_dense: Callable[[Piece], bool], begin: int | None = None) -> int:
-        """Finds the first piece that is dense, from `begin` on if given; the index beyond the last if none is. All
-        pieces after a dense one are dense."""
+        """Finds the first piece, from `begin` on if given, for which `is_dense` is true; the index beyond the last if
+        there is none. It must be true for all pieces after that one."""
         return bisect_left(self._pieces, True, self._first if begin is None else begin, key=is_dense)
 
     @property
@@ -122,8 +123,8 @@ class PiecePool:
         return whole + self.work(piece[1], piece[2], piece[2] + rest)
 
     def take_tail(self, index: int, tokens: int, stay: bool = False) -> Piece:
-        """Takes the last tokens of the piece at an index. Its front is sorted in, or with `stay` keeps its index until
-        `settle`."""
+        """Takes the last tokens of the piece at an index. Sorts its front in, or with `stay` leaves it at that index
+        until `settle`."""
         piece = tail = self._remove(index)
         _, document, start, stop, work = piece
         cut, at = stop - tokens, None
@@ -138,7 +139,7 @@ class PiecePool:
         return tail
 
     def take_densest(self) -> Piece:
-        """Takes the densest piece, whole. No piece is misplaced then, and no tail waits to be put back."""
+        """Takes the whole densest piece. No piece may be misplaced, and no tail may wait to be put back."""
         piece = self._pieces.pop()
         if len(self._tokens_before) > len(self._pieces) + 1:
             self._tokens_before.pop()
@@ -147,7 +148,7 @@ class PiecePool:
         return piece
 
     def put_back(self, tails: int) -> None:
-        """Undoes the last `take_tail`s; no other take came since."""
+        """Undoes the last `take_tail`s, if nothing else was taken since."""
         for _ in range(tails):
             index, piece, at = self._tails.pop()
             work = piece[4]
@@ -157,9 +158,9 @@ class PiecePool:
             self.work_left += work
 
     def take_light(self, tokens: int) -> list[Piece]:
-        """Takes the `tokens` lightest tokens; the last piece is cut, and its front taken."""
+        """Takes the `tokens` lightest tokens. Cuts the last piece, and takes its front."""
         # 1. Whole pieces.
-        before = self.light_work(tokens)  # and makes the sums reach that far
+        before = self.light_work(tokens)  # also extends the sums that far
         end = self._tokens_before[self._first] + tokens
         last = bisect_right(self._tokens_before, end, self._first) - 1
         taken = self._pieces[self._first : last]
@@ -225,7 +226,7 @@ class PiecePool:
 
 
 def piece_of(document: int, start: int, stop: int, work: int) -> Piece:
-    """Makes a piece of tokens [start, stop) of a document, and their work."""
+    """Makes a piece of tokens [start, stop) of a document with their work."""
     return work / (stop - start), document, start, stop, work
 
 
@@ -235,11 +236,11 @@ def work_of(pieces: list[Piece]) -> int:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Joins pieces that follow each other in a document, such as a tail and tokens that the light end gave later."""
+    """Joins pieces that follow each other in a document, such as a tail and tokens taken later from the light end."""
     if len({document for _, document, _, _, _ in pieces}) == len(pieces):
         return pieces
     together: list[Piece] = []
-    # By document and start: two sorts by numbers take less time than one by pairs of them.
+    # By document and start: two sorts by numbers take less time than one by pairs.
     for piece in sorted(sorted(pieces, key=itemgetter(2)), key=itemgetter(1)):
         _, document, start, stop, work = piece
         if together and together[-1][1] == document and together[-1][3] == start:

@@ -3,24 +3,24 @@
     documents ──accordion──▶ nodes ──long parts──▶ stripes over all ranks of the node
                                    └──the rest──accordion──▶ ranks
 
-Nodes are filled exactly, like ranks: hardly a document crosses from one node to another, so that keys and values
-travel inside nodes. With one node, the first level gives everything to it. See `accordion` for why tokens and work can
-both be equal, and `heuristics` for why few documents are cut.
+Nodes are filled exactly, like ranks: hardly any document crosses from one node to another, so keys and values travel
+within nodes. With one node, the first level gives everything to it. See `accordion` for why tokens and work can both
+be equal, and `heuristics` for why few documents are cut.
 
-A *stripe* is a part of a document that is spread over all ranks of a node, whose heads these ranks divide. A document
-on k ranks costs its keys and values k times, as every rank needs the keys of all tokens before its own. Divided by
-heads, a rank needs one part of the heads from every token. Queries, keys, values and outputs then travel once, at the
-speed inside a node, for any number of ranks. So a part of a document is striped
+A *stripe* is a part of a document that is spread over all ranks of a node, which divide its heads. A document on k
+ranks costs its keys and values k times, because every rank needs the keys of all tokens before its own. If heads are
+divided, a rank needs one part of the heads from every token. Queries, keys, values and outputs then travel once, at
+the speed within a node, for any number of ranks. So a part of a document is striped
 
 - if it is the work of several ranks (more of them with few head groups, since each group is then on several ranks); or
-- if its document goes on from, or to, another node. Each rank then receives its part of the heads from there and sends
-  its own tokens. Otherwise one rank would send and receive everything.
+- if its document continues from, or on, another node. Each rank then receives its part of the heads from there and
+  sends its own tokens. Otherwise one rank would send and receive everything.
 
 The work of a stripe is divided equally among the ranks of its node, whichever tokens they hold. Tokens are spread
 evenly too, and with them the bytes that ranks send.
 
-Models with sliding windows may have their documents placed so that these are even, too (`even_windows`). Of both ways
-the one with the shorter predicted time is taken.
+Documents may be placed such that sliding windows are even, too (`even_windows`). Of both placements, the one with the
+shorter predicted time is taken.
 """
 
 import math
@@ -43,32 +43,32 @@ from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, wo
 from distca_hf.placement.predicted import QUERY_AND_OUTPUT_PARTS, LayersByMask, PredictedTime
 
 
-# A way to deal a pool to ranks with goals; these may miss their work by a fraction before long documents are cut.
+# A way to deal a pool to ranks with goals. Work may deviate from them by a fraction before long documents are cut.
 Deal = Callable[[PiecePool, Sequence[Goal], float], list[list[Piece]]]
 
-# Maximum miss of a node's work, as a fraction of it, up to which long documents are not cut. Together with `RANKS_OFF`
-# it is below 1 %: many nodes must find their long documents.
+# Deviation of a node's work, as a fraction of it, up to which long documents are not cut. Together with `RANKS_OFF` it
+# is below 1 %: many nodes must find their long documents.
 NODES_OFF = 6e-3
-# Miss of a node's work, where ranks have unequal shares, beyond which nodes are filled in another order.
+# Deviation of a node's work beyond which nodes are filled in another order, if ranks have unequal shares.
 MOST_OFF = 1e-2
-# As `NODES_OFF` where nodes are few: below 0.5 % together with `RANKS_OFF`.
+# `NODES_OFF` for few nodes: below 0.5 % together with `RANKS_OFF`.
 FEW_NODES_OFF = 1.5e-3
-# Maximum miss of a rank's work inside a node, as a fraction of it, up to which long documents are not cut.
+# Deviation of a rank's work within a node, as a fraction of it, up to which long documents are not cut.
 RANKS_OFF = 3e-3
-# Number of nodes up to which `FEW_NODES_OFF` holds.
+# Number of nodes up to which `FEW_NODES_OFF` applies.
 FEW_NODES = 7
 # Longest document, in tokens, that is cut readily between nodes: its keys and values are few bytes, 16 MB per layer of
-# an 8B Llama. `heuristics` has the lengths inside a node.
+# an 8B Llama. `heuristics` has the lengths within a node.
 SHORT_FOR_NODES = 4096
-# Time that ranks lose by uneven layers, as a fraction of all attention, up to which windows are even by chance: as
-# much as full attention is off.
+# Time that ranks lose by uneven layers, as a fraction of all attention, up to which windows count as even: the
+# deviation of full attention.
 LITTLE_UNEVEN = 5e-3
-# Minimum tokens of a document whose keys and values cross to another node, at which its parts are striped.
+# Minimum tokens of a document whose keys and values cross to another node, from which on its parts are striped.
 CROSSING_TOKENS = 4096
-# The part of a document before a node's border is striped only for the sake of the sending rank. It is striped up to
-# this many tokens, since a short part costs little,
+# The part of a document before a node's border is striped only to relieve the sending rank. It is striped up to this
+# many tokens, since a short part costs little,
 LEAVING_TOKENS = 32768
-# or from this work of the document on, as a multiple of a rank's mean work, since its keys go to several ranks.
+# or if the document has at least this work, as a multiple of a rank's mean work, since its keys go to several ranks.
 LEAVING_RANK_LOADS = 2.25
 
 
@@ -84,21 +84,21 @@ def place(
 ) -> Layout:
     """Places documents on ranks: tokens equal to within one, work to within 0.5 % and one token's cost.
 
-    Which document is where depends only on lengths: documents in another order give the same layout, up to the names
-    of equally long ones.
+    The layout depends only on lengths: documents in another order give the same one, up to the names of equally long
+    documents.
 
     Args:
         document_tokens: `[documents]` integers: length of each document of the global micro-batch, in tokens.
         num_ranks: ranks to place them on.
         topology: ranks that share a node; by default all do.
-        cost: cost that is made equal on all ranks; by default pairs of the widest of `layer_masks`.
-        head_groups: groups that the heads of stripes can be divided in; 1 makes no stripes.
-        rank_shares: work of each rank in proportion, near 1; by default equal. For ranks, or tasks, of unequal speed.
-        layer_masks: each mask with the number of layers that have it. The widest one's work is made equal, work in
+        cost: cost to make equal on all ranks; by default pairs of the widest of `layer_masks`.
+        head_groups: groups into which the heads of stripes can be divided; 1 makes no stripes.
+        rank_shares: relative work of each rank, near 1; by default equal. For ranks, or tasks, of unequal speed.
+        layer_masks: each mask with the number of layers that have it. Work of the widest one is made equal, work in
             windows about equal (see `even_windows`).
 
     Returns:
-        A layout without padding, each rank's segments in the order its tasks are computed, and its stripes.
+        A layout without padding, with each rank's segments in the order in which its tasks are computed, and stripes.
 
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1, a document's cost is beyond int64, or numbers of ranks
@@ -127,7 +127,7 @@ def place(
         shares,
         has_shares=rank_shares is not None,
     )
-    # 1. Only for full attention. It will do without windows, or if they are even by chance.
+    # 1. Only for full attention. That suffices without windows, or if they are even by chance.
     for_widest = documents.placed()
     if not kinds.windows:
         return for_widest
@@ -135,14 +135,14 @@ def place(
     if time_for_widest.attention <= (1 + LITTLE_UNEVEN) * time_for_widest.even:
         return for_widest
 
-    # 2. With even windows, where that takes less time.
+    # 2. With even windows, if that takes less time.
     for_all = documents.placed(kinds)
     time_for_all = PredictedTime.of(for_all, kinds, shares)
     return for_widest if time_for_widest.total <= time_for_all.total else for_all
 
 
 def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> Layout:
-    """Packs documents in order on ranks of equal tokens: plain packing, with which placement is compared.
+    """Packs documents in order on ranks of equal tokens: plain packing, to compare placement with.
 
         documents   | d0   | d1      | d2 | d3           |
         ranks       | rank 0     | rank 1     | rank 2   |    cut at both kinds of borders
@@ -155,7 +155,7 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
     total = int(ends[-1]) if len(ends) else 0
     borders = np.array([total * (rank + 1) // num_ranks for rank in range(num_ranks)], dtype=np.int64)
     stops = np.sort(np.concatenate([ends, borders[borders > 0]]))
-    stops = stops[np.diff(stops, prepend=0) > 0]  # once where a document ends at a border
+    stops = stops[np.diff(stops, prepend=0) > 0]  # once if a document ends at a border
     starts = np.concatenate([[0], stops])[: len(stops)]
     document = np.searchsorted(ends, starts, side="right")
     first = (ends - lengths)[document]
@@ -170,7 +170,7 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
 
 
 def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int, mask: Mask = CAUSAL_MASK) -> IntArray:
-    """Counts `[ranks]` attended pairs of ranks that are packed by `fill_in_order`."""
+    """Counts `[ranks]` attended pairs of ranks packed by `fill_in_order`."""
     return fill_in_order(document_tokens, num_ranks).rank_work_of(mask)
 
 
@@ -182,8 +182,8 @@ class _Documents:
         lengths: `[documents]` tokens, as the caller numbers them.
         order: `[documents]` the caller's number of each document by length.
         topology, cost, head_groups: see `place`.
-        shares: work of each rank in proportion.
-        has_shares: whether these may differ.
+        shares: relative work of each rank.
+        has_shares: whether shares may differ.
     """
 
     lengths: IntArray
@@ -234,7 +234,7 @@ class _Documents:
         ]
 
     def placed(self, kinds: LayersByMask | None = None) -> Layout:
-        """Places the documents: only for the widest mask or, with kinds of layers, so that windows are even, too."""
+        """Places the documents: only for the widest mask or, given `kinds`, with even windows, too."""
         # 1. Documents to nodes.
         nodes = [self.topology.ranks_of(node) for node in range(self.topology.num_nodes)]
         tokens_of = [self.rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
@@ -277,8 +277,8 @@ class _Documents:
         return self._layout(segments, stripes)
 
     def _layout(self, segments: list[list[Segment]], stripes: list[Stripe]) -> Layout:
-        """Makes a layout, with documents numbered as the caller numbers them. A rank's segments that begin their
-        document come first, then by document: the order in which tasks run."""
+        """Makes a layout with the caller's numbers of documents. A rank's segments that begin their document come
+        first, then by document: the order in which tasks run."""
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
         num_ranks = len(self.shares)
         rank = np.repeat(np.arange(num_ranks), [len(of_rank) for of_rank in segments])
@@ -302,8 +302,8 @@ class _Documents:
 def _deal_to_ranks(
     striped: list[Piece], rest: list[Piece], goals: list[Goal], work: Work, off: float, ways: Sequence[Deal]
 ) -> list[list[Segment]]:
-    """Deals the pieces of a node, `striped` ones over all ranks and the `rest` in the way that moves the fewest keys:
-    segments of each of its ranks, which have goals for all pieces together."""
+    """Deals the pieces of a node: `striped` ones over all ranks, the `rest` in the way that moves the fewest keys.
+    Returns the segments of each of its ranks. Goals are for all pieces together."""
     # 1. Stripes: tokens spread evenly, work divided equally.
     on_ranks = _spread(striped, [goal.tokens for goal in goals])
     striped_work = work_of(striped) / len(goals)
@@ -322,9 +322,10 @@ def _deal_to_ranks(
 
 
 def _spread(striped: Sequence[Piece], rank_tokens: Sequence[int]) -> list[list[Segment]]:
-    """Divides striped pieces evenly among the ranks of a node, whose tokens differ by one at most and are enough."""
+    """Divides striped pieces evenly among the ranks of a node, whose tokens differ by at most one and suffice."""
     spread_to: list[list[Segment]] = [[] for _ in rank_tokens]
-    # Remainders go round-robin, ranks with room for one token more first: sums then differ by one at most, like room.
+    # Remainders go round-robin, first to ranks with room for one more token: sums then differ by at most one, like
+    # room.
     turns = sorted(range(len(rank_tokens)), key=lambda rank: (-rank_tokens[rank], rank))
     turn = 0
     for _, document, start, stop, _ in striped:
@@ -339,7 +340,7 @@ def _spread(striped: Sequence[Piece], rank_tokens: Sequence[int]) -> list[list[S
 
 
 def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:
-    """Divides work in proportion to shares, and makes it goals."""
+    """Returns goals with work in proportion to shares."""
     parts = list(shares)
     whole = sum(parts) or 1.0
     works = [work * share / whole for share in parts]

@@ -1,8 +1,8 @@
-"""Predicted time of a layout's attention, by which ways to place documents are compared; and what windows leave out.
+"""Predicted time of a layout's attention, to compare ways to place documents; and what windows leave out.
 
 Ranks meet in every layer, so a layer takes as long as its busiest rank. Time is counted in pairs of full attention.
-Keys that move count in proportion, as if nothing hid them: of two ways that are about as even, the one with fewer keys
-is taken.
+Keys that move count in proportion, as if nothing hid them: of two layouts that are about equally even, the one with
+fewer keys is taken.
 """
 
 from collections import Counter
@@ -17,24 +17,24 @@ from distca_hf.cost import Cost, DocumentCost, LayerMasks, Mask
 from distca_hf.layout import Layout
 
 
-# Time of one token's keys and values, moved forwards and their gradients backwards, in pairs: 12 KB at 200 GB/s, and
-# pairs of 32 heads of 128 at 600 TFLOP/s, for an 8B Llama.
+# Time to move one token's keys and values forwards and their gradients backwards, in pairs, for an 8B Llama: 12 KB at
+# 200 GB/s, and pairs of 32 heads of 128 at 600 TFLOP/s.
 KEY_TOKEN_PAIRS = 640
-# Bytes of queries and outputs of a token, as a multiple of the bytes of its keys and values (8B Llama). A stripe moves
+# Bytes of queries and outputs of a token, as a multiple of the bytes of its keys and values (8B Llama). Stripes move
 # them, too.
 QUERY_AND_OUTPUT_PARTS = 4
-# Time of a query in a window layer next to its pairs, in pairs of full attention. FlashAttention 4 on an H200 needs
-# 6.0, 1.5 and 1.13 times as long for a pair as in full attention, for windows of 128, 1024 and 4096 tokens.
+# Time of a query in a window layer in addition to its pairs, in pairs of full attention. FlashAttention 4 on an H200
+# needs 6.0, 1.5 and 1.13 times as long for a pair as in full attention, for windows of 128, 1024 and 4096 tokens.
 WINDOW_QUERY_PAIRS = 512
 
 
 @dataclass(frozen=True)
 class LayersByMask:
-    """The layers of a model by mask, where masks differ for one micro-batch.
+    """The layers of a model by mask. Masks are distinct if they differ for the documents of one micro-batch.
 
     Attributes:
-        widest: the mask with most pairs, full attention in nearly all models. Its work is made even exactly.
-        windows: the other masks, all of them windows, with the number of layers that have each.
+        widest: the mask with most pairs, full attention in nearly all models. Its work is made exactly even.
+        windows: the other masks, all of them windows, each with its number of layers.
         widest_layers: layers that have the widest mask.
     """
 
@@ -69,8 +69,8 @@ class LayersByMask:
 
     @cached_property
     def left_out_before(self) -> Callable[[int], float]:
-        """Function of a position: time of the pairs that windows leave out of the queries before it, of all window
-        layers together, in pairs of full attention."""
+        """Function of a position: time of the pairs that the windows of all window layers leave out of the queries
+        before it, in pairs of full attention."""
         weights = [(count * pair_time(mask), mask) for mask, count in self.windows]
 
         @cache
@@ -101,9 +101,9 @@ class PredictedTime:
     """Time of the attention of all layers, forward and backward, in pairs of full attention.
 
     Attributes:
-        attention: busiest ranks of each kind of layer.
+        attention: time of the busiest rank of each kind of layer, in total.
         even: the same if every kind were even.
-        keys: keys and values that move.
+        keys: time of keys and values that move.
     """
 
     attention: float
@@ -119,10 +119,10 @@ class PredictedTime:
         """Predicts the time of a layout.
 
         Args:
-            layout: documents, placed; ranks divide the widest layers' work on stripes, and each computes its own
-                tokens in windows.
+            layout: of the documents. Ranks divide the widest layers' work on stripes, and each computes its own tokens
+                in window layers.
             kinds: kinds of layers of the model.
-            rank_shares: work that each rank is to have, in proportion.
+            rank_shares: relative work that each rank should have.
         """
         # 1. The widest layers. Stripes are divided equally among their ranks.
         widest, shares = kinds.widest, np.array(rank_shares) / np.mean(rank_shares)
@@ -150,7 +150,7 @@ class PredictedTime:
 def moved_rows(layout: Layout) -> float:
     """Counts the rows that a layout moves in a layer with full attention, in keys and values of one token.
 
-    A rank needs the keys of all tokens of a document up to its last one, less its own. Stripes also move queries and
+    A rank needs the keys of all tokens of a document up to its last one, except its own. Stripes also move queries and
     outputs, and the keys of each head to one rank.
     """
     moved = 0.0

@@ -1,10 +1,10 @@
-"""Whole: placement of documents that must not be cut, for models with a state that cannot travel.
+"""Whole: places documents without cutting them, for models with a state that cannot travel.
 
     longest first      | d0 ........... | d1 ....... | d2 ....... |      to the rank with least work, up to the mean
     short ones last    | d0 ........... | d1 .... s1 | d2 .... s0 |      to the rank with fewest tokens
 
-Tokens of ranks come out equal to within a short document. Attention work does not, and tasks move afterwards
-(`planning.rebalance`). A document that no rank has room for is left over.
+Ranks' tokens are equal to within a short document. Their attention work is not, and tasks move afterwards
+(`planning.rebalance`). A document is left over if no rank has room for it.
 """
 
 from heapq import heapify, heapreplace
@@ -17,9 +17,9 @@ from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
 
 
-# Least attention work of a long document, as a fraction of the mean work of the ranks. Shorter ones level tokens.
+# Least attention work of a long document, as a fraction of the ranks' mean work. Shorter ones even out tokens.
 LONG_SHARE = 0.01
-# Rank of a document that is left over.
+# Marks a document that is left over.
 LEFT_OVER = -1
 
 
@@ -31,8 +31,8 @@ def deal_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) 
         tokens_per_rank: most tokens of a rank.
 
     Returns:
-        `[documents]` rank of each document; `LEFT_OVER` where no rank has room. Of equally long documents those that
-        come first are dealt first.
+        `[documents]` rank of each document; `LEFT_OVER` if no rank has room. Equally long documents are dealt in
+        order.
     """
     mean_tokens = ceil_div(int(document_tokens.sum()), num_ranks)
     level = _deal(document_tokens, num_ranks, tokens_per_rank, min(mean_tokens, tokens_per_rank))
@@ -43,15 +43,15 @@ def deal_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) 
 
 
 def _deal(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int, level_tokens: int) -> IntArray:
-    """Deals as `deal_whole` does. Long documents lift ranks above a level only where they would lift all of them."""
+    """Deals as `deal_whole` does. A long document lifts a rank above a level only if it would lift any of them."""
     ranks = np.full(len(document_tokens), LEFT_OVER, dtype=np.int64)
     longest_first = np.argsort(-document_tokens, kind="stable")
     pairs = causal_pairs_of(np.zeros_like(document_tokens), document_tokens)
     is_long = pairs[longest_first] > LONG_SHARE * pairs.sum() / num_ranks
     num_long = int(np.count_nonzero(is_long))
 
-    # 1. Long documents, each to the rank with least work below the level, else to the one with fewest tokens: where
-    # that has no room, none has.
+    # 1. Long documents, each to the rank with least work that stays below the level, else to the one with fewest
+    # tokens: if that has no room, no rank has.
     tokens, work = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
     for document in longest_first[:num_long].tolist():
         length = int(document_tokens[document])
@@ -75,7 +75,7 @@ def _deal(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int, level
 
 
 def fit_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) -> BoolArray:
-    """Returns which of `[documents]` have room on ranks where they stay whole, all of them together."""
+    """Returns which of `[documents]` have room together on ranks if all stay whole."""
     fitting = np.arange(len(document_tokens))
     while True:
         ranks = deal_whole(document_tokens[fitting], num_ranks, tokens_per_rank)
@@ -83,7 +83,7 @@ def fit_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int) -
         if not left_over.any():
             fits: BoolArray = np.isin(np.arange(len(document_tokens)), fitting)
             return fits
-        # Without these the others may be dealt another way.
+        # Without these, the others may be dealt differently.
         fitting = fitting[~left_over]
 
 
@@ -120,6 +120,6 @@ def place_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int)
 
 
 def surplus_work(layout: Layout) -> int:
-    """Returns the attended pairs that ranks hold above the mean: they have to move."""
+    """Returns the attended pairs that ranks hold above the mean, which have to move."""
     work = layout.rank_work
     return int(np.maximum(work - work.mean(), 0).sum())

@@ -1,2 +1,2 @@
-"""Attention servers: ranks without tokens that compute attention for those that train. Training never imports this
-without them."""
+"""Attention servers: ranks without tokens that compute attention for ranks that train. Training without servers never
+imports this."""

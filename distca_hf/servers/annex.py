@@ -1,8 +1,9 @@
 """Annex: what attention servers add to a training that was launched with some. The plugin loads it.
 
-A Trainer runs the micro-batches of an optimizer step again if an attention server was lost in them. `training_step` is
-replaced on the instance. After the last backward pass of a step, and before Trainer clips gradients, ranks agree
-whether the step counts (`servers.redo`). Trainer sees one step, with the loss, norm and sums of the run that counts.
+If an attention server is lost during an optimizer step, the Trainer runs the micro-batches of the step again. The
+annex replaces `training_step` on the instance. After the last backward pass of a step, and before Trainer clips
+gradients, ranks agree whether the step counts (`servers.redo`). Trainer sees one step, with the loss, norm and sums of
+the run that counts.
 """
 
 from collections import Counter, defaultdict, deque
@@ -35,14 +36,14 @@ from distca_hf.servers.speeds import Reading
 from distca_hf.settings import values_of
 
 
-# Relative speed of an attention server until it is measured: that of a trainer.
+# Relative speed of an attention server until it is measured: as fast as a trainer.
 UNMEASURED_SPEED = 1.0
-# Optimizers of DeepSpeed whose gradients can be discarded; others are made of them, with steps at other times.
+# DeepSpeed's optimizers whose gradients can be discarded; others wrap them, and step at other times.
 STAGES_1_AND_2 = "DeepSpeedZeroOptimizer"
 UNDOABLE = (STAGES_1_AND_2, "DeepSpeedZeroOptimizer_Stage3")
 # Types of attributes in which trainers collect numbers of micro-batches.
 NUMBERS, CONTAINERS = (bool, int, float), (list, deque, set, dict, defaultdict, Counter)
-# Sums to which Trainer itself adds between two micro-batches, where nothing runs again.
+# Sums to which Trainer itself adds between two micro-batches: that code does not run again.
 SUMS_OF_THE_LOOP = ("current_flos",)
 
 
@@ -79,7 +80,7 @@ class ServersAnnex(Annex):
     def extra_ranks(self) -> Servers:
         """The servers that were launched."""
         per_node = launched_servers()
-        # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
+        # Trainers' nodes come first, as in their topology. A node with only servers has more servers than these.
         in_order = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
         nodes = tuple(in_order.index(node) for node, count in enumerate(per_node) for _ in range(count))
         speeds = (self._context.server_speed or UNMEASURED_SPEED,) * len(nodes)
@@ -92,7 +93,7 @@ class ServersAnnex(Annex):
         )
 
     def transport(self, device: torch.device) -> TrainerTransport:
-        """Returns the transport that reaches servers, opened when first asked for (a collective call)."""
+        """Returns the transport that reaches servers; the first call opens it, and is collective."""
         among_trainers, device, timeouts = self._context.transport(device), numbered(device), self._context.timeouts
         served = self._served.get(device)
         if served is None or served.among_trainers is not among_trainers:
@@ -126,7 +127,7 @@ class ServersAnnex(Annex):
 
 
 def cannot_redo(trainer: Trainer) -> Iterator[str]:
-    """Yields reasons why a step of this Trainer could not run again: it would be taken with gradients of zeros."""
+    """Yields reasons why a step of this Trainer cannot run again: it would be taken with gradients of zeros."""
     accelerator = trainer.accelerator
     remedy = "and a step in which an attention server is lost could not be undone; use another, or no servers"
     if makes_batches_in_steps(trainer):
@@ -166,7 +167,7 @@ class RedoneSteps(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Forgets a step that another callback has left in its midst."""
+        """Forgets an unfinished step, which another callback has interrupted."""
         self._micro_batches.clear()
 
     def on_log(
@@ -177,8 +178,8 @@ class RedoneSteps(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        """Adds how many steps ran again since the log before, and how many servers there are and were lost. Also
-        adds for which share of the time servers computed."""
+        """Adds how many steps ran again since the last log, how many servers there are and were lost, and the share of
+        time in which servers computed."""
         if logs is None or "loss" not in logs or self._context.metrics != "all":
             return
         transport = served_transport(self._context, args.device)
@@ -196,7 +197,7 @@ class RedoneSteps(TrainerCallback):
     def _training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Runs a micro-batch. The last one of a step returns when the step counts."""
+        """Runs a micro-batch. The last one of a step returns once the step counts."""
         if not self._micro_batches:
             self._step = self._begin()
         self._micro_batches.append((copy(inputs), num_items_in_batch))
@@ -255,7 +256,7 @@ class RedoneSteps(TrainerCallback):
         raise AssertionError
 
     def _without_sync(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Returns the context in which Trainer runs all micro-batches of a step but the last one."""
+        """Returns the context in which Trainer runs all micro-batches of a step except the last one."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if self._engine is not None or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return nullcontext()
@@ -271,7 +272,7 @@ class RedoneSteps(TrainerCallback):
 
 
 def _discard_sharded_gradients(optimizer: Any) -> None:
-    """Discards gradients of DeepSpeed's optimizer, as its stages 1 and 2 do by themselves where some overflow."""
+    """Discards gradients of DeepSpeed's optimizer, as its stages 1 and 2 do themselves after an overflow."""
     optimizer.zero_grad()
     if type(optimizer).__name__ != STAGES_1_AND_2:
         return
@@ -287,7 +288,7 @@ def _discard_sharded_gradients(optimizer: Any) -> None:
 
 @contextmanager
 def _held(engine: Any) -> Iterator[None]:
-    """Lets DeepSpeed's engine compute gradients and take no step: Accelerate asks for both in one call."""
+    """Lets DeepSpeed's engine compute gradients without a step: Accelerate asks for both in one call."""
     if engine is None:
         yield
         return
@@ -301,7 +302,7 @@ def _held(engine: Any) -> Iterator[None]:
 def _keep_sums(trainer: Trainer) -> Restore:
     """Keeps the loss that Trainer sums up, and all numbers and containers that are attributes of this trainer.
 
-    In these trainers collect metrics: mappings of lists, counts of tokens, sums of losses, positions in a buffer.
+    Trainers collect metrics in these: mappings of lists, counts of tokens, sums of losses, positions in a buffer.
     """
     loss = trainer._tr_loss.clone()
     attributes = {name: value for name, value in vars(trainer).items() if name not in SUMS_OF_THE_LOOP}
@@ -319,7 +320,8 @@ def _keep_sums(trainer: Trainer) -> Restore:
 
 
 def _containers_in(value: Any) -> Iterator[Any]:
-    """Yields a container, and those in a mapping; they are restored in place, because others may refer to them."""
+    """Yields a container, and the containers in a mapping. They are restored in place: other code may refer to
+    them."""
     if type(value) not in CONTAINERS:
         return
     yield value

@@ -1,13 +1,13 @@
-"""Heartbeats: attention servers show that they live; trainers and servers read which memberships are lost.
+"""Heartbeats: attention servers show that they are alive; trainers and servers read which memberships are lost.
 
-    server     beat/<server> = "restarts.count"     ──▶  every trainer: silent for too long is lost
+    server     beat/<server> = "restarts.count"     ──▶  every trainer: a server silent for too long is lost
                a byte in a pipe                     ──▶  the server's supervisor
-    trainer    abandoned/<membership> = message     ──▶  all trainers and servers: its exchanges are left
+    trainer    abandoned/<membership> = message     ──▶  all trainers and servers: they leave its exchanges
 
-Both sides do this in a thread, over a separate connection to the launcher's store. So a training step or an exchange
-that hangs delays no beat, and nothing is asked where a step runs. A server is named by its number and its restarts:
-the process that replaces a lost one has one more, and joins the next membership (`LiveServers`). A GPU shows that it
-goes on by marks in its stream (`StreamProgress`).
+Both sides do this in a thread, over a separate connection to the launcher's store. So a hanging training step or
+exchange delays no beat, and the thread of the step makes no requests. A server is identified by its number and its
+restarts. The process that replaces a lost one has one more restart, and joins the next membership (`LiveServers`).
+Marks in its stream show the progress of a GPU (`StreamProgress`).
 """
 
 import os
@@ -33,17 +33,17 @@ log = get_logger(__name__)
 BEAT_SECONDS, LOOK_SECONDS = 0.5, 0.25
 # Seconds between two looks of a trainer that waits for a heartbeat.
 WAIT_SECONDS = 0.05
-# Times in a row that a server may be lost before a step counted with it.
+# Times in a row that a server may be lost without a step that counted in between.
 MOST_LOSSES = 5
-# Seconds between two marks that are left in a stream.
+# Seconds between two marks in a stream.
 MARK_SECONDS = 1.0
-# Longest time between two looks that counts as silence of servers. A trainer that was itself stopped or kept from
-# running for longer has not listened.
+# Longest time between two looks that counts as silence of servers. A trainer that was itself stopped for longer has
+# not listened.
 LONGEST_LOOK_SECONDS = 1.0
 
 
 class MembershipWatch(Repeated):
-    """A thread that also asks the store which memberships were lost. Several are open at once with several plugins.
+    """A thread that also asks the store which memberships were lost. With several plugins, several are open at once.
 
     Args:
         name, pause_seconds, call: of the thread.
@@ -57,11 +57,11 @@ class MembershipWatch(Repeated):
         self._messages: dict[int, str] = {}
 
     def look_for(self, membership: int) -> None:
-        """Makes later looks ask for this membership, too."""
+        """Makes later looks include this membership."""
         self._open.add(membership)
 
     def leave(self, membership: int) -> None:
-        """Ends looking for a membership."""
+        """Makes later looks ignore a membership."""
         self._open.discard(membership)
 
     def is_abandoned(self, membership: int) -> bool:
@@ -72,7 +72,7 @@ class MembershipWatch(Repeated):
         """Gives up a membership, for all trainers and servers.
 
         Args:
-            message: why. If another trainer was first, its message stays.
+            message: the reason. If another trainer was first, its message stays.
         """
         self._messages.setdefault(membership, message)
         with suppress(RuntimeError):  # the store is gone, and with it the job
@@ -86,15 +86,15 @@ class MembershipWatch(Repeated):
 
 
 class Heartbeat(MembershipWatch):
-    """A server's end: it beats, and reads whether trainers have given up a membership.
+    """A server's end: beats, and reads whether trainers have given up a membership.
 
-    The process ends, with status `TRAINERS_GONE`, if the store or the supervisor is gone.
+    Ends the process, with status `TRAINERS_GONE`, if the store or the supervisor is gone.
 
     Args:
         store: a connection that nothing else uses.
         server: number of this server.
-        restarts: processes that were this server before.
-        pipe: file descriptor to which every beat writes a byte; None: no supervisor exists.
+        restarts: number of earlier processes of this server.
+        pipe: file descriptor to which every beat writes a byte; None without a supervisor.
     """
 
     def __init__(self, store: JobStore, server: int, restarts: int, pipe: int | None) -> None:
@@ -129,7 +129,7 @@ class LastBeat:
 
     Attributes:
         number: restarts and count; empty if there was none.
-        silent_seconds: for how long looks have found nothing newer.
+        silent_seconds: how long looks have found nothing newer.
     """
 
     number: tuple[int, ...] = ()
@@ -137,7 +137,7 @@ class LastBeat:
 
 
 class Watch(MembershipWatch):
-    """A trainer's end: it sees which servers live, and which memberships are lost.
+    """A trainer's end: finds out which servers are alive, and which memberships are lost.
 
     Args:
         store: a connection that nothing else uses.
@@ -153,22 +153,22 @@ class Watch(MembershipWatch):
         self._looked: float | None = None
 
     def restarts(self, server: int) -> int | None:
-        """Returns how often a server that lives was restarted; None for one that was never seen, or is silent for
-        longer than the limit."""
+        """Returns how often a live server was restarted; None if it was never seen, or is silent for longer than the
+        limit."""
         last = self._last[server]
         if not last.number or last.silent_seconds > self._limit_seconds:
             return None
         return last.number[0]
 
     def silent_seconds(self, server: int) -> float:
-        """Returns for how long a server has been silent: since its last beat, or since looking began."""
+        """Returns how long a server has been silent: since its last beat, or since the first look."""
         return self._last[server].silent_seconds
 
     def look(self) -> bool:
         """Looks once, and returns whether the store is still there. Without it the job ends elsewhere."""
         try:
             if self._looked is None:
-                for key in self._keys:  # so that all are there, and one request finds all of them
+                for key in self._keys:  # creates all keys: one request then finds all of them
                     self._store.get(key)
             values = self._store.get_all(self._keys)
             self._look_for_abandoned()
@@ -179,7 +179,7 @@ class Watch(MembershipWatch):
         self._looked = now
         for server, (value, last) in enumerate(zip(values, self._last, strict=True)):
             number = tuple(map(int, value.split(b"."))) if value else ()
-            if number > last.number:  # an older one is a copy that somebody else has written
+            if number > last.number:  # an older one is a copy that another process has written
                 self._last[server] = LastBeat(number)
             else:
                 last.silent_seconds += passed_seconds
@@ -187,7 +187,7 @@ class Watch(MembershipWatch):
 
 
 class LiveServers:
-    """Servers of the job, as the heartbeats and losses that this trainer has seen show them.
+    """Live servers of the job, according to the heartbeats and losses that this trainer has seen.
 
     Args:
         watch: sees their heartbeats.
@@ -201,7 +201,7 @@ class LiveServers:
         self._watch, self._count, self.losses = watch, count, LostServers()
 
     def starts(self, hang: Sequence[int] = ()) -> list[int]:
-        """Returns starts of each server, one more than its restarts; 0 if it hangs, is lost, or was lost too often."""
+        """Returns the starts of each server: its restarts plus 1; 0 if it hangs, is lost, or was lost too often."""
         seen = enumerate(map(self._watch.restarts, range(self._count)))
         out = {*hang, *filter(self.losses.is_excluded, range(self._count))}
         return [0 if start is None or server in out else start + 1 for server, start in seen]
@@ -210,7 +210,7 @@ class LiveServers:
         """Waits until all servers have a heartbeat.
 
         Args:
-            rank: that waits, for messages.
+            rank: the waiting rank, for messages.
 
         Raises:
             PeerLostError: some have none at the deadline; names them.
@@ -226,7 +226,7 @@ class LiveServers:
             )
 
     def wait_for_a_loss(self, members: Sequence[Member], patience_seconds: float) -> None:
-        """Waits until a heartbeat of these members is missed: a broken connection is seen earlier."""
+        """Waits until a heartbeat of these members is missed: a broken connection is noticed earlier."""
         deadline = time.monotonic() + patience_seconds
         expected = [(server, restarts + 1) for server, restarts in members]
         while time.monotonic() < deadline:
@@ -235,7 +235,7 @@ class LiveServers:
             time.sleep(WAIT_SECONDS)
 
     def lost_of(self, members: Sequence[Member]) -> str | None:
-        """Returns a message about a member that is lost; None if there is none."""
+        """Returns a message about a lost member; None if there is none."""
         for server, restarts in members:
             if self._watch.restarts(server) != restarts:
                 name, seconds = self.losses.name_of(server), self._watch.silent_seconds(server)
@@ -244,7 +244,7 @@ class LiveServers:
 
 
 class LostServers:
-    """How often each server was lost in a row, without a step in between that counted; the same on all trainers.
+    """How often each server was lost in a row, without a counted step in between; the same on all trainers.
 
     Attributes:
         names: of servers, with their hosts, by their numbers.
@@ -255,7 +255,7 @@ class LostServers:
         self._in_a_row: Counter[int] = Counter()
 
     def name_of(self, server: int) -> str:
-        """Returns the name of a server, with its host as far as that is known."""
+        """Returns the name of a server, with its host if that is known."""
         return self.names.get(server, f"attention server {server}")
 
     def note_step(self, servers: Iterable[int]) -> None:
@@ -282,10 +282,10 @@ class LostServers:
 
 
 class StreamProgress(Repeated):
-    """For how long a GPU's stream has come no further, and whether it waits for exchanges.
+    """How long a GPU's stream has made no progress, and whether it waits for exchanges.
 
-    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a separate thread,
-    because its calls may wait: the driver lets none through while another thread waits to launch on a full stream.
+    A thread records a mark in the stream, and the next one once the stream has passed it. It is a separate thread,
+    because its calls may block: the driver lets none through while another thread waits to launch on a full stream.
 
     Args:
         device: its current stream, in the thread that makes this object.
@@ -300,8 +300,8 @@ class StreamProgress(Repeated):
         self.begin()
 
     def stalled_seconds(self) -> float:
-        """Returns for how long no mark was passed; up to `MARK_SECONDS` on a stream that is not stalled. Waits for
-        nothing. Asked again and again: a process that was itself stopped meanwhile has seen no stall."""
+        """Returns how long no mark was passed; up to `MARK_SECONDS` on a stream that is not stalled. Never blocks.
+        Must be called repeatedly: time in which this process itself was stopped does not count."""
         now = time.monotonic()
         self._stalled_seconds += min(now - self._asked, LONGEST_LOOK_SECONDS)
         self._asked = now
@@ -312,7 +312,7 @@ class StreamProgress(Repeated):
         self._started += 1
 
     def note_wait(self) -> None:
-        """Notes that the current stream of this thread waits for an exchange that was noted."""
+        """Notes that the current stream of this thread waits for a noted exchange."""
         self._last_wait.record(torch.cuda.current_stream(self._device))
         self._waited += 1
 
@@ -322,12 +322,12 @@ class StreamProgress(Repeated):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether all noted exchanges are known to be over. They are known up to `MARK_SECONDS` later."""
+        """Whether all noted exchanges are known to be over, which takes up to `MARK_SECONDS`."""
         return max(self._passed, self._rested) >= self._started
 
     def _look(self) -> bool:
-        """Leaves a mark unless the last one was not passed yet, and returns True."""
-        waited = self._waited  # read before: a wait that is noted meanwhile may not be over
+        """Records a mark if the last one was passed, and returns True."""
+        waited = self._waited  # read before the query: a wait that is noted meanwhile may not be over
         if self._last_wait.query():
             self._passed = waited
         if self._is_left and not self._mark.query():

@@ -1,12 +1,12 @@
-"""Job store: what trainers and attention servers write for each other in the launcher's store, signed.
+"""Job store: signed values that trainers and attention servers write for each other in the launcher's store.
 
     key, value ── MAC with the secret of the job ──▶ store ──▶ compared before the value is used
 
 torchrun and accelerate launch keep a store next to their processes (`TORCHELASTIC_USE_AGENT_STORE`), from before the
-first process until after the last one; nothing of ours listens on a port. The store listens on all interfaces, and
-whoever reaches it can write to it. So every value carries a MAC (keyed BLAKE2b) of itself, its key and the number of
-the attempt, because some launchers keep the store when they start all processes again. A value without the right MAC
-counts as not there.
+first process until after the last one, so this package opens no port. The store listens on all interfaces, and anyone
+who reaches it can write to it. So every value carries a MAC (keyed BLAKE2b) of the value, its key and the number of
+the attempt, because some launchers keep the store when they restart all processes. A value without the right MAC is
+ignored.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 log = get_logger(__name__)
 
 MAC_BYTES = 16
-# Seconds between two looks for a value that was waited for and had a wrong MAC.
+# Seconds between two looks for an awaited value that had a wrong MAC.
 LOOK_SECONDS = 0.05
-# How long a trainer looks for the store to say that its script has ended.
+# How long a trainer tries to reach the store to report that its script has ended.
 END_SECONDS = 10.0
 
 
@@ -37,12 +37,12 @@ class JobStore:
     """Values that processes of this job have signed.
 
     Args:
-        store: reachable for all of them.
-        secret: that they share.
+        store: reachable for all processes.
+        secret: shared by all processes.
         path: of this part; keys are below it.
 
     Attributes:
-        plain: this part as it is, for libraries that write to it themselves.
+        plain: this part without signatures, for libraries that write to it themselves.
     """
 
     def __init__(self, store: Store, secret: str, path: str) -> None:
@@ -52,14 +52,14 @@ class JobStore:
         self._has_warned = False
 
     def part(self, name: str) -> Self:
-        """Returns a part of this part."""
+        """Returns a part of this one."""
         return type(self)(self._store, self._secret, f"{self._path}/{name}")
 
     def check_secret(self) -> None:
-        """Checks that this process has the secret of the process that came first.
+        """Checks that this process has the same secret as the first one.
 
         Raises:
-            ConfigError: it has another one.
+            ConfigError: it has another secret.
         """
         if not self._opened("secret", self.plain.compare_set("secret", "", self._signed("secret", b"same"))):  # type: ignore[arg-type]
             raise ConfigError(
@@ -72,16 +72,15 @@ class JobStore:
         self.plain.set(key, self._signed(key, value))  # type: ignore[arg-type]  # it takes bytes, too
 
     def get(self, key: str) -> bytes:
-        """Returns a value without waiting for one; an empty one if there is none."""
+        """Returns a value without waiting; empty if there is none."""
         return self._opened(key, self.plain.compare_set(key, "", ""))
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns values in one request. All keys were looked at by `get` or written before: a missing one is waited
-        for."""
+        """Returns values in one request. Waits for missing keys: call `get` for each before, or write it."""
         return [self._opened(key, found) for key, found in zip(keys, self.plain.multi_get(list(keys)), strict=True)]
 
     def set_first(self, key: str, value: bytes) -> bytes:
-        """Writes a value unless there is one, and returns the one that is there now."""
+        """Writes a value unless there is one, and returns the present value."""
         there = self.plain.compare_set(key, "", self._signed(key, value))  # type: ignore[arg-type]  # as above
         found = self._opened(key, there)
         if not found:  # another process, without the secret, has written it
@@ -124,7 +123,7 @@ class JobStore:
         return value + self._mac(key, value)
 
     def _opened(self, key: str, found: bytes) -> bytes:
-        """Returns a value without its MAC; an empty one, with a warning, if that is wrong."""
+        """Returns a value without its MAC; if the MAC is wrong, warns and returns an empty value."""
         value = found[:-MAC_BYTES]
         if hmac.compare_digest(found[-MAC_BYTES:], self._mac(key, value)):
             return value
@@ -151,10 +150,10 @@ class JobStore:
 
 
 def open_store(timeout_seconds: float) -> JobStore:
-    """Opens another connection to the launcher's store: a call that waits in it delays no other user.
+    """Opens another connection to the launcher's store: a waiting call then delays no other user.
 
     Raises:
-        ConfigError: no launcher keeps one, or the processes of the job share no secret.
+        ConfigError: no launcher keeps a store, or the processes of the job share no secret.
         StoreLostError: it cannot be reached.
     """
     host, port, attempt = launched_store()
@@ -169,7 +168,7 @@ def open_store(timeout_seconds: float) -> JobStore:
 
 
 def note_end(trainer: int) -> None:
-    """Notes that a trainer's script has ended, well or with an error: its servers get no more orders."""
+    """Notes that a trainer's script has ended, with or without an error: its servers get no more orders."""
     open_store(END_SECONDS).set(_ended(trainer), b"1")
 
 

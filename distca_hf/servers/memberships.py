@@ -1,12 +1,12 @@
-"""Memberships: connections between trainers and the attention servers that take part, opened by both sides.
+"""Memberships: connections between trainers and participating attention servers, opened by both sides.
 
     trainers                                                server
     write settings and members, post "open" ──────────────▶ read them
     wait for answers            ◀────────────────────────── write version, host and device, or a refusal
     group of N + S ranks        ◀─── all-to-alls of rows ──▶ group of N + S ranks
 
-Trainers are ranks 0 to N - 1 of the exchanges, servers come after them in the order of the members. When a server is
-lost, or comes, a new membership is opened, with another number and another group.
+Trainers are ranks 0 to N - 1 of the exchanges, followed by servers in the order of the members. When a server is lost
+or joins, a new membership is opened, with another number and another group.
 """
 
 import math
@@ -33,13 +33,13 @@ from distca_hf.torch_private import RowGroup
 from distca_hf.version import __version__
 
 
-# Seconds between two looks at an exchange of gloo that is waited for, at first and at most. A server that is stopped
-# ends no exchange, so that waiting must be able to end by itself.
+# Seconds between two looks at an awaited exchange of gloo, at first and at most. A stopped server ends no exchange, so
+# the waiting rank must look for lost members.
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 2e-5, 1e-3
-# Part of a server's free memory that rows may take which it keeps until backward. The rest is for rows under way, and
-# for gradients of one layer.
+# Part of a server's free memory for rows that it keeps until backward. The rest is for rows under way, and for
+# gradients of one layer.
 KEPT_SHARE = 0.5
-# Longest time for which a thread that aborts a group of NCCL waits for one that starts an exchange. Starting may
+# Longest time that a thread that aborts a group of NCCL waits for another one that starts an exchange. Starting may
 # itself wait for a GPU that waits for a lost member.
 START_SECONDS = 1.0
 
@@ -61,17 +61,18 @@ class Member(NamedTuple):
 
 
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
-    """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""
+    """Returns the servers that all trainers see in the same state. A trainer's row has a flag, then the starts of each
+    server."""
     starts = zip(*(row[1:] for row in rows), strict=True)
     return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)
 
 
 class MembershipTransport(TorchTransport):
-    """Exchanges of one membership; waiting for them ends when a member is lost.
+    """Exchanges of one membership. A wait ends when a member is lost.
 
     Args:
-        lost: returns a message about a member that is lost, or None.
-        may_fail: returns whether a lost server costs a step, and not the job: then nobody is asked for its message.
+        lost: returns a message about a lost member, or None.
+        may_fail: returns whether a lost server costs a step instead of the job: no roll call is made then.
     """
 
     def __init__(
@@ -87,14 +88,14 @@ class MembershipTransport(TorchTransport):
         super().__init__(group, {}, rollcall, device, grid, traffic)
         self._ranks = range(group.size())
         self._lost, self._may_fail = lost, may_fail
-        self._polls = device.type == "cpu"  # NCCL's waiting is the device's
+        self._polls = device.type == "cpu"  # with NCCL the device waits
         self._starting, self._is_aborted = threading.Lock(), False
 
     def exchange(self, asked: AllToAll) -> TorchExchange:
         """Starts an uneven all-to-all.
 
         Raises:
-            ServerLostError: it could not be started; or the group was aborted. Torch would open it anew, and wait.
+            ServerLostError: it could not be started, or the group was aborted: torch would reopen it, and wait.
         """
         with self._starting:
             if self._is_aborted:
@@ -104,7 +105,7 @@ class MembershipTransport(TorchTransport):
             return super().exchange(asked)
 
     def abort(self) -> None:
-        """Ends all exchanges on the GPU, from any thread: their rows have no meaning. Over gloo it does nothing."""
+        """Ends all exchanges on the GPU, from any thread; their rows are invalid. Does nothing over gloo."""
         if self._polls or self._is_aborted:
             return
         self._is_aborted = True
@@ -117,12 +118,12 @@ class MembershipTransport(TorchTransport):
                 self._starting.release()
 
     def close(self) -> None:
-        """Ends the group. One of NCCL is aborted: its memory would stay otherwise."""
+        """Ends the group. Aborts a group of NCCL: otherwise its memory would not be freed."""
         self.abort()
         super().close()
 
     def members(self, scope: Scope) -> Sequence[int]:
-        """Returns all ranks of the membership: attention servers exchange rows, too."""
+        """Returns all ranks of the membership, because attention servers exchange rows, too."""
         return self._ranks
 
     def wait_for(
@@ -159,7 +160,7 @@ class MembershipTransport(TorchTransport):
 
 
 def place_of(device: torch.device) -> dict[str, object]:
-    """Returns the host of this process, a number of its GPU that no other has, and the GPU's free bytes."""
+    """Returns the host of this process, a unique number of its GPU, and the GPU's free bytes."""
     gpu, free_bytes = None, None
     if device.type == "cuda":
         gpu, free_bytes = str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0]
@@ -174,7 +175,7 @@ def membership_store(store: JobStore, membership: int) -> JobStore:
 def invite(
     here: JobStore, rank: int, members: Sequence[Member], device: torch.device, settings: Mapping[str, object]
 ) -> None:
-    """Writes what servers must know about a membership to its part of the store; every trainer calls it."""
+    """Writes what servers must know about a membership to its part of the store. Every trainer calls this."""
     here.write(f"trainer/{rank}", {**place_of(device), "pid": os.getpid()})
     if rank == 0:
         opened = {"members": [list(member) for member in members], "device": device.type, "settings": dict(settings)}
@@ -184,12 +185,12 @@ def invite(
 def wait_for_answers(
     here: JobStore, rank: int, members: Sequence[Member], device: torch.device, patience_seconds: float
 ) -> tuple[dict[int, str], float]:
-    """Returns names of the servers, for messages, by their numbers; and bytes that rows may take on each of them until
+    """Returns names of the servers for messages, by number, and the bytes that rows may take on each of them until
     backward.
 
     Raises:
         PeerLostError: a server does not answer; names it.
-        ConfigError: a server refuses, in its message, or would share the GPU of this trainer.
+        ConfigError: a server refuses (has its message), or would share the GPU of this trainer.
     """
     mine, names, room_bytes = place_of(device), {}, math.inf
     for server, restarts in members:
@@ -217,7 +218,7 @@ class Invitation:
     """A membership that trainers have opened, as a server sees it.
 
     Attributes:
-        members: servers that shall take part.
+        members: invited servers.
         device_type: of the rows to exchange.
         settings: of the trainers' plugin.
         version: of the trainers' package.
@@ -255,18 +256,18 @@ class Invitation:
         timeout_seconds: float,
         lost: Callable[[], str | None],
     ) -> MembershipTransport:
-        """Answers the trainers, and returns the server's end of the exchanges once all have come."""
+        """Answers the trainers, and returns the server's end of the exchanges once all ranks have come."""
         self.store.write(f"server/{member.server}", {"version": __version__, **place_of(device)})
         names = {one.server: f"attention server {one.server}" for one in self.members}
         rank = num_trainers + list(self.members).index(member)
         return meet(self.store, rank, num_trainers, self.members, device, timeout_seconds, names, lost, lambda: False)
 
     def refuse(self, server: int, message: str) -> None:
-        """Answers that this server cannot take part, and why."""
+        """Answers that this server cannot take part, with the reason."""
         self.store.write(f"server/{server}", {"refusal": message})
 
     def trainers_here(self, num_trainers: int) -> list[int]:
-        """Returns the process numbers of the trainers on this host; they wrote them before they met."""
+        """Returns the process numbers of the trainers on this host, which they wrote before the group opened."""
         found = filter(None, (self.store.read(f"trainer/{rank}", 1.0) for rank in range(num_trainers)))
         return [cast(int, place["pid"]) for place in found if place["host"] == socket.gethostname()]
 

@@ -1,12 +1,12 @@
-"""Orders: messages that name the next attention call to a server, and the queues that they are posted to.
+"""Orders: messages that tell a server the next attention call, and their queues.
 
     trainer s mod N ── open · plan · call · call · ... · close ──▶ queue of server s, in the launcher's store
                               a reported pass: begin · call · ... · end of forward · call · ...
 
     | version | membership | sequence | kind | numbers ... |     int64, little-endian, signed (see `job_store`)
 
-A server counts no layers and keeps no script: it makes each call that its trainer makes, in the same order. A message
-that this job did not sign, or that was followed before, is left out. One that is missing is an error.
+A server counts no layers and runs no script: it makes each call that its trainer makes, in the same order. It ignores
+messages that this job did not sign, or that came before. A missing message is an error.
 """
 
 import enum
@@ -27,17 +27,17 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 log = get_logger(__name__)
 
-# Version of the messages. Trainers and servers run one package, so that it differs only in a broken installation.
+# Version of the messages. Trainers and servers run the same package, so it differs only in a broken installation.
 ORDER_VERSION = 5
 # Numbers before the order's: version, membership, sequence, kind.
 HEADER = 4
 # Dtypes of rows; an order carries a number of this list.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Seconds between two looks into an empty queue: at first, and at most. They grow, because orders of one pass follow
-# each other, and between two passes there is time. The store's own waiting writes a warning at every deadline.
+# each other quickly, and between passes there is time. The store's own wait would log a warning at every deadline.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 2e-3
 PAUSE_GROWS = 1.2
-# Seconds that a server waits for an order before it looks whether its trainers are still there.
+# Seconds that a server waits for an order before it checks whether its trainers are still there.
 LOOK_SECONDS = 0.5
 
 
@@ -48,8 +48,8 @@ class Kind(enum.IntEnum):
     PLAN = 2  # route a plan
     CALL = 3  # attend, or derive, with a plan
     CLOSE = 4  # end the connections of a membership
-    BEGIN_PASS = 5  # trace the calls of a pass that begins, or do so no longer
-    END_FORWARD = 6  # note that all further calls of the traced pass are of backward
+    BEGIN_PASS = 5  # trace the calls of a pass that begins
+    END_FORWARD = 6  # note that all further calls of the traced pass are backward calls
 
 
 class Phase(enum.IntEnum):
@@ -65,7 +65,7 @@ class Order:
 
     Attributes:
         membership: number of the connection between these trainers and servers.
-        numbers: all that the order says, as int64.
+        numbers: content of the order, as int64.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class PlanOrder(NamedTuple):
     """The numbers of an order to route a plan.
 
     Attributes:
-        plan: number of the plan, counted for each membership.
+        plan: number of the plan.
         oldest: smallest number of a plan that trainers still hold; earlier ones can be dropped.
         micro_batch: number of the micro-batch, for messages.
         num_chunks: chunks of the exchange in forward.
@@ -93,7 +93,7 @@ class PlanOrder(NamedTuple):
     integers: IntArray
 
     def numbers(self) -> IntArray:
-        """Returns one array of all."""
+        """Returns all fields as one array."""
         return np.concatenate([np.array(self[:-1], dtype=np.int64), self.integers])
 
     @classmethod
@@ -110,9 +110,9 @@ class CallOrder(NamedTuple):
         plan: number of the plan.
         phase: a `Phase`.
         query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
-        dtype: number of their dtype in `DTYPES`.
-        slot: number under which a server keeps rows that it received in forward until backward; 0: it keeps none.
-        has_sinks: whether log-sum-exps with sinks come with the output gradients of queries that are kept.
+        dtype: index of their dtype in `DTYPES`.
+        slot: number under which a server keeps rows received in forward until backward; 0: it keeps none.
+        has_sinks: whether log-sum-exps with sinks come with the output gradients of kept queries.
         spec: numbers of an `AttentionSpec`, as doubles.
     """
 
@@ -128,7 +128,7 @@ class CallOrder(NamedTuple):
     spec: tuple[float, ...]
 
     def numbers(self) -> IntArray:
-        """Returns one array of all; doubles by their bits."""
+        """Returns all fields as one array; doubles as their bits."""
         spec = np.array(self.spec, dtype=np.float64).view(np.int64)
         return np.concatenate([np.array(self[:-1], dtype=np.int64), spec])
 
@@ -145,8 +145,8 @@ class PassOrder(NamedTuple):
 
     Attributes:
         plan: number of the plan.
-        backward_calls: that follow, at the end of forward.
-        text: what to write about a pass that begins.
+        backward_calls: number of backward calls that follow, at the end of forward.
+        text: a `ReportedPass`, at the beginning of a pass.
     """
 
     plan: int
@@ -154,7 +154,7 @@ class PassOrder(NamedTuple):
     text: str = ""
 
     def numbers(self) -> IntArray:
-        """Returns one array of all; the text by its bytes."""
+        """Returns all fields as one array; the text as its bytes."""
         text = self.text.encode()
         padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), dtype="<i8")
         return np.concatenate([np.array([self.plan, self.backward_calls, len(text)], dtype=np.int64), padded])
@@ -170,14 +170,14 @@ def encode(order: Order, sequence: int) -> bytes:
     """Returns an order as a message.
 
     Args:
-        sequence: how many orders of its membership the server got before.
+        sequence: number of earlier orders of this membership to the server.
     """
     header = np.array([ORDER_VERSION, order.membership, sequence, order.kind], dtype="<i8").tobytes()
     return header + np.ascontiguousarray(order.numbers, dtype="<i8").tobytes()
 
 
 class Sequences:
-    """Numbers of the next order of each membership, on the side that posts and on the side that reads."""
+    """Numbers of the next order of each membership, on the posting and on the reading side."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}
@@ -191,7 +191,7 @@ class Sequences:
         return encode(order, sequence)
 
     def decode(self, message: bytes, where: str) -> Order | None:
-        """Returns the order in a message that this job has signed; None, with a warning, if it came before.
+        """Returns the order in a signed message; if it came before, warns and returns None.
 
         Raises:
             PlanMismatchError: the message is of another version, or one before it is missing.
@@ -222,13 +222,13 @@ class Sequences:
 
 
 def shares_of(num_servers: int, num_trainers: int, trainer: int) -> Sequence[int]:
-    """Returns the servers that a trainer posts to. Server s gets its orders only from trainer s mod N: all trainers
-    make the same calls."""
+    """Returns the servers that a trainer posts to. Server s gets its orders only from trainer s mod N, because all
+    trainers make the same calls."""
     return range(trainer, num_servers, num_trainers)
 
 
 class Outbox:
-    """The trainers' end of all mailboxes of a membership: orders for the servers that this trainer posts to.
+    """A trainer's end of the mailboxes of a membership: posts orders to the servers that this trainer posts to.
 
     Args:
         servers: number and start of each.
@@ -259,7 +259,7 @@ class Inbox:
 
     Args:
         server: number of the server.
-        restarts: how often it was started before; an earlier one's orders are not its own.
+        restarts: how often it was started before. Orders for earlier processes are not read.
     """
 
     def __init__(self, store: JobStore, server: int, restarts: int = 0) -> None:

@@ -1,13 +1,13 @@
-"""Posted plans: plans of micro-batches that attention servers have, attention calls that are made with them, and
-traces of passes.
+"""Posted plans: plans of micro-batches that attention servers have, attention calls made with them, and traces of
+passes.
 
     trainer                                                server
     reported pass begins ── begin: step, folder, layers ──▶ NotedPass ──▶ calls note moments ──▶ pending
     its forward pass ends ── end: calls of backward ──────▶                                        │
     next plan, or the membership is closed ───────────────▶ complete ones go to the server's file ◀┘
 
-An order of a trainer has all that is the same for all ranks of the pass, as the trainer's own trace. A server fills in
-what is different there. Other passes cost nothing: no order exists.
+A trainer's order contains its own trace, with everything that is the same for all ranks of the pass. A server fills in
+what differs. Other passes cost nothing, because they need no order.
 """
 
 import json
@@ -57,7 +57,7 @@ class MeasuredCalls(Posted):
 
     Args:
         rank: of this process in the plan.
-        stopwatch: measures its kernels; None where nobody asks for their times.
+        stopwatch: measures its kernels; None if their times are not needed.
     """
 
     def __init__(self, rank: int, stopwatch: Stopwatch | None) -> None:
@@ -75,7 +75,7 @@ class MeasuredCalls(Posted):
         return keeps
 
     def _measure(self, call: AnnouncedCall, times: float = 1) -> None:
-        """Measures the kernels that follow, of so many times the operations of a forward call."""
+        """Measures the kernels that follow, which do `times` the operations of a forward call."""
         if self._stopwatch is not None and not call.spec.window_tokens:
             heads, dims = call.q_TNH.shape[1], call.q_TNH.shape[2] + call.v_TGV.shape[2]
             flops = 2 * dims * heads * call.facts.work[self._rank] // call.facts.rows_per_token
@@ -91,8 +91,8 @@ class MeasuredCalls(Posted):
 
 
 class PostedPlan(MeasuredCalls):
-    """A plan that servers have: its number, and the calls that are made with it. Servers may drop it when this object
-    is gone on the trainers.
+    """A plan that servers have: its number, and the calls made with it. Servers may drop it when this object is gone
+    on the trainers.
 
     Args:
         transport: to the servers.
@@ -142,7 +142,7 @@ class PostedPlan(MeasuredCalls):
         return super().backward(call, slot, has_sinks, number > 0)
 
     def _order(self, phase: Phase, call: AnnouncedCall, slot: int, has_sinks: bool = False) -> None:
-        """Posts an attention call; for the last two arguments see `CallOrder`."""
+        """Posts an attention call; for slot and has_sinks see `CallOrder`."""
         if self._transport.failed is not None:
             raise ServerLostError(self._transport.failed)
         q, k, v, spec, _ = call
@@ -152,7 +152,7 @@ class PostedPlan(MeasuredCalls):
 
 
 class TrainerTransport(ServedTransport, PostingTransport):
-    """Transport of a trainer with attention servers, which plans are posted to."""
+    """Transport of a trainer that posts plans to attention servers."""
 
     def post(self, plan: Plan | None, micro_batch: int, num_chunks: int) -> Posted:
         if plan is None:
@@ -186,7 +186,7 @@ class MeasuredKernel:
 
     Args:
         kernel: computes.
-        measure: returns a context that each call is made in.
+        measure: returns a context in which to make a call.
     """
 
     def __init__(self, kernel: Kernel, measure: Callable[[], AbstractContextManager[object]]) -> None:
@@ -209,8 +209,8 @@ class OrderedPass(NotedPass):
     """Notes moments of a trainer, and tells servers when forward ends.
 
     Args:
-        device: that attention runs on.
-        tell: tells servers, of the number of calls of backward.
+        device: on which attention runs.
+        tell: tells servers the number of backward calls.
     """
 
     def __init__(self, device: torch.device, tell: Callable[[int], None]) -> None:
@@ -218,7 +218,7 @@ class OrderedPass(NotedPass):
         self._tell: Callable[[int], None] | None = tell
 
     def end_forward(self, backward_calls: int) -> None:
-        """Ends the forward pass; `backward_calls` follow it."""
+        """Ends the forward pass, which `backward_calls` follow."""
         super().end_forward(backward_calls)
         if self._tell is not None:
             self._tell(backward_calls)
@@ -226,12 +226,12 @@ class OrderedPass(NotedPass):
 
 
 class ReportedPass(NamedTuple):
-    """All that a server must know of a pass to trace its part of it.
+    """Everything that a server must know about a pass to trace its part of it.
 
     Attributes:
         folder: of the traces.
         token_bytes: bytes of one token in one layer of the model.
-        trace: of the trainer that says so; without calls.
+        trace: of the reporting trainer, without calls.
     """
 
     folder: str
@@ -239,12 +239,12 @@ class ReportedPass(NamedTuple):
     trace: RankTrace
 
     def text(self) -> str:
-        """Returns it as text, for an order."""
+        """Returns the text for an order."""
         return json.dumps([self.folder, *vars(self.token_bytes).values(), self.trace.line()])
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Returns the pass of a text."""
+        """Returns the pass that a text describes."""
         folder, query, output, key_value, line = json.loads(text)
         return cls(folder, TokenBytes(query, output, key_value), read_trace(line, "an order of a trainer"))
 
@@ -255,8 +255,8 @@ class ServedTraces:
 
     Args:
         server: its number.
-        device: that it attends on.
-        root: folder that traces may be written below: the setting `report_folder`, or the working directory.
+        device: on which it attends.
+        root: traces may be written only below this folder: the setting `report_folder`, or the working directory.
     """
 
     server: int
@@ -293,16 +293,16 @@ class ServedTraces:
         self._pending.add(self._file, Pending(trace, noted, self.device, self.server, time.perf_counter()))
 
     def write_complete(self) -> None:
-        """Writes what is complete; does not wait."""
+        """Writes complete traces, without waiting."""
         self._pending.write_complete()
 
     def end(self) -> None:
-        """Writes the last traces; a pass that has not made all its calls is left out: its step did not count."""
+        """Writes the last traces. Leaves out a pass that has not made all its calls: its step did not count."""
         self._pending.drop_incomplete()
         self._pending.flush()
 
     def _own(self, reported: ReportedPass, plan: LivePlan) -> RankTrace:
-        """Returns the trainer's trace with what differs on this server. Layers with a window leave it unchanged."""
+        """Returns the trainer's trace with the values of this server, which layers with a window do not change."""
         full = next(kind.plan for kind in plan.kinds if kind.plan.facts.window_tokens is None)
         kinds = tuple(
             replace(kind, tasks=tasks_of(full.tasks) if is_routed_by(kind, full) else ())

@@ -1,12 +1,12 @@
-"""Redo: an optimizer step runs again if an attention server was lost in it.
+"""Redo: runs an optimizer step again if an attention server was lost in it.
 
     begin ── forward and backward of all micro-batches ──▶ counts? ── yes ──▶ clip, step
       ▲                                                       │ no
       └──────── gradients discarded, states restored ◀────────┘
 
-Attention gives zeros from the moment that a server is lost until the step ends. So a step always runs to its last
-micro-batch, and collectives of FSDP and ZeRO stay matched. Its gradients are discarded then. Random states and sums
-are restored, so that the second run gives the numbers that the first one would have given.
+Attention gives zeros from the loss of a server until the step ends. So a step always runs to its last micro-batch, and
+collectives of FSDP and ZeRO stay matched. Then its gradients are discarded, and random states and sums are restored:
+the second run gives the numbers that the first one would have given.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ log = get_logger(__name__)
 # Most times that one step runs again.
 MOST_REDOS = 3
 
-# Puts a state back as it was when the function was made.
+# Restores a state as it was when the function was made.
 Restore = Callable[[], object]
 Batch = Mapping[str, Any]
 
@@ -44,10 +44,10 @@ class RepeatableStep:
         transport: between the ranks and the attention servers.
         where: names the step in messages.
         device: on which the model trains.
-        keep: functions that each keep a state, and return how it is restored.
+        keep: functions that each save a state, and return a function that restores it.
 
     Attributes:
-        redos: times that it has run again.
+        redos: how often it has run again.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class RepeatableStep:
         """Ends the step, after the backward pass of its last micro-batch. A collective call.
 
         Returns:
-            Whether its gradients are whole. If not, states are restored and the step is open again: the caller
-            discards the gradients and runs all micro-batches once more.
+            Whether its gradients are whole. If not, states are restored and the step is open again: the caller must
+            discard the gradients and run all micro-batches again.
 
         Raises:
             PeerLostError: servers were lost in every run.
@@ -86,7 +86,7 @@ class RepeatableStep:
 
     @contextmanager
     def left_by_errors(self) -> Iterator[None]:
-        """Leaves the step if the `with` block ends with an error: what comes after it is not in the step."""
+        """Leaves the step if the `with` block ends with an error: later code is not in the step."""
         try:
             yield
         except BaseException:
@@ -96,7 +96,7 @@ class RepeatableStep:
 
 @contextmanager
 def refuse_steps() -> Iterator[None]:
-    """Refuses steps of optimizers for the time of a `with` block: steps of a lost server could not be undone.
+    """Refuses optimizer steps in a `with` block: after the loss of a server they could not be undone.
 
     Raises:
         ConfigError: in `optimizer.step()`; names the optimizer.
@@ -117,21 +117,21 @@ def refuse_steps() -> Iterator[None]:
 
 
 def served_transport(context: ParallelContext, device: torch.device) -> ServedTransport:
-    """Returns the transport of a context that has attention servers; opened when first asked for."""
+    """Returns the transport of a context with attention servers; the first call opens it."""
     return cast(ServedTransport, context.training_transport(device))
 
 
 def attempts(
     model: nn.Module, batches: Sequence[Batch], context: ParallelContext
 ) -> Iterator[AbstractContextManager[object]]:
-    """Yields one attempt at an optimizer step, and another one while attention servers were lost in it.
+    """Yields an attempt at an optimizer step, and another one for as long as attention servers were lost in the last.
 
     Args:
-        model: as the loop calls it, wrapped or not; its gradients come only from this step.
+        model: as the loop calls it, wrapped or not; must have gradients only from this step.
         batches: all batches of the step on this rank.
 
     Raises:
-        ConfigError: the model was not enabled, or an engine steps by itself; or an attempt was not entered.
+        ConfigError: the model was not enabled, it is an engine that steps by itself, or an attempt was not entered.
         PeerLostError: servers were lost in every attempt.
     """
     watch = next(filter(None, map(watch_of, model.modules())), None)

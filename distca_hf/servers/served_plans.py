@@ -1,17 +1,17 @@
-"""Served: plans with attention servers, ranks without tokens after the ranks that train; and plans as integers, as
-servers receive them.
+"""Served: plans with attention servers (ranks without tokens, numbered after the ranks that train), and plans as
+integers, as servers receive them.
 
     layout of N trainers ── N + S ranks, of which S hold nothing ── tasks move to them, in proportion to their speed
 
-A server is fed only by other ranks: whatever it computes are remote queries. So work comes to it by moving, from
-placed layouts and from packs alike. Ranks without servers plan placed layouts in place (`plan`).
+A server computes only remote queries. So it gets work only by moving tasks, from placed layouts and from packs alike.
+Ranks without servers plan placed layouts in place (`plan`).
 
 Servers do not plan. They receive each plan as one array of integers:
 
     | version, head groups, window | lengths of the 12 arrays | the arrays, one after the other |
 
 Both sides have equal plans: equal fingerprints, and so the same routings. Stripes are left out, because tasks already
-hold what planning made of them.
+contain the result of planning them.
 """
 
 import math
@@ -30,8 +30,8 @@ from distca_hf.planning.plan import PLAN_VERSION, ExtraRanks, Plan
 from distca_hf.planning.rebalance import plan_by_moving
 
 
-# Maximum work of a rank above its share, as a fraction of the share. With the tolerance of plans without servers eight
-# trainers would keep most of what one slow server is there for. This one moves up to 6 % more bytes.
+# Maximum work of a rank above its share, as a fraction of the share. With the tolerance of plans without servers,
+# eight trainers would keep most of the work meant for one slow server. This one moves up to 6 % more bytes.
 SERVED_TOLERANCE = 0.005
 
 # Integers of a written plan before the lengths: version, head groups, tokens of the window (0 for none), and whether
@@ -55,12 +55,12 @@ class Servers(ExtraRanks):
     """The attention servers of a plan, ranks N, N + 1, ... after N trainers.
 
     Attributes:
-        speeds: attention speed of each server, relative to a trainer: 1.0 is as fast.
+        speeds: attention speed of each server, relative to a trainer (1.0).
         trainers_attend: whether trainers compute attention, too.
         nodes: node of each server, as in `Topology`; empty: servers and trainers are all on one node.
 
     Raises:
-        ConfigError: no server exists, a speed is not above 0, or not every server has a node.
+        ConfigError: there is no server, a speed is not above 0, or not every server has a node.
     """
 
     speeds: tuple[float, ...]
@@ -84,7 +84,7 @@ class Servers(ExtraRanks):
         return len(self.speeds)
 
     def some(self, chosen: Sequence[int]) -> "Servers | None":
-        """Returns some of the servers, by their numbers; None for none."""
+        """Returns some of the servers, by their numbers; None if none are chosen."""
         if not chosen:
             return None
         nodes = tuple(self.nodes[server] for server in chosen) if self.nodes else ()
@@ -95,7 +95,7 @@ class Servers(ExtraRanks):
         return (float(self.trainers_attend),) * num_trainers + tuple(float(speed) for speed in self.speeds)
 
     def topology(self, trainers: Topology) -> Topology:
-        """Returns the topology of the trainers, and of the servers after them.
+        """Returns the topology of the trainers, followed by the servers.
 
         Raises:
             ConfigError: trainers are on several nodes, and the servers' nodes are not known.
@@ -115,9 +115,9 @@ class Servers(ExtraRanks):
         topology: Topology | None = None,
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
     ) -> Plan:
-        """Plans the layout of the trainers with these servers, so that all ranks compute for about the same time.
+        """Plans the layout of the trainers with these servers, such that all ranks compute for about the same time.
 
-        Stripes of a placed layout are left out: tasks that move divide heads themselves, and send no more bytes.
+        Leaves out stripes of a placed layout: tasks that move divide heads themselves, and send no more bytes.
         Arguments and errors: see `ExtraRanks.plan`.
         """
         if topology is not None and topology.num_ranks != layout.num_ranks:
@@ -150,8 +150,8 @@ def plan_from_integers(integers: IntArray) -> Plan:
     """Reads a plan from the array that `plan_to_integers` wrote, and validates it.
 
     Raises:
-        PlanError: it is not such an array, is cut off or longer than the plan, is of another version, or holds a plan
-            that breaks its own invariants.
+        PlanError: the array is of another kind or version, is cut off or too long, or holds a plan that breaks its own
+            invariants.
     """
     # 1. Header: numbers, and lengths that add up to the rest.
     if not isinstance(integers, np.ndarray) or integers.dtype != np.int64 or integers.ndim != 1:
@@ -168,7 +168,7 @@ def plan_from_integers(integers: IntArray) -> Plan:
             "follow its header"
         )
 
-    # 2. Arrays of one table are equally long; no number asks for more room than the arrays take.
+    # 2. Arrays of one table must be equally long, and no number may ask for more room than the arrays take.
     _, *of_segments, borders, ranks = lengths[: len(LAYOUT_ARRAYS)]
     of_tasks, speeds = lengths[len(LAYOUT_ARRAYS) : -1], lengths[-1]
     if len({*of_segments}) > 1 or borders != ranks + 1 or len({*of_tasks}) > 1 or speeds not in (0, ranks):

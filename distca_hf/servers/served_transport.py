@@ -1,16 +1,15 @@
-"""Served transport: a trainer's transport whose exchanges reach attention servers, and which outlives those that are
-lost.
+"""Served transport: a trainer's transport whose exchanges reach attention servers, and which survives their loss.
 
     an optimizer step    begin ── exchanges ── end: vote
                                     │            ├─ all well ───────────── the step counts
     a server is lost ───────────────┘            └─ failed: new membership ── the step runs again
 
-Outside of a step a lost server ends the job. Inside, the step fails: attention gives zeros and exchanges
-nothing until its end, so that the collectives of FSDP and ZeRO stay matched. The trainer that notices a loss writes it
-into the launcher's store, where the others look.
+Outside a step, a lost server ends the job. Inside, the step fails: attention gives zeros and exchanges nothing until
+the end of the step, which keeps the collectives of FSDP and ZeRO matched. The trainer that notices a loss writes it to
+the launcher's store, which the others read.
 
-Over gloo the thread that waits for an exchange notices the loss. Over NCCL the GPU waits, and with it any thread that
-needs a number of it. There the thread that looks at heartbeats fails the step, and aborts the exchanges.
+Over gloo, the thread that waits for an exchange notices the loss. Over NCCL, the GPU waits, and with it any thread
+that needs a number from it. The thread that looks at heartbeats then fails the step, and aborts the exchanges.
 """
 
 import math
@@ -46,11 +45,11 @@ from distca_hf.telemetry import get_logger, leave_for_launcher
 
 log = get_logger(__name__)
 
-# What is said about a lost server that costs no step.
+# Remedy in the message about a server that is lost outside a step.
 NO_STEP = "No step can run again here: see plugin.attach and plugin.attempts"
-# Of an order that says nothing but its kind.
+# Numbers of an order that consists of its kind.
 NO_NUMBERS: IntArray = np.zeros(0, dtype=np.int64)
-# Memberships that are tried, one after the other with fewer members, before the job ends.
+# Memberships to try, one after the other with fewer members, before the job ends.
 OPENINGS = 5
 
 
@@ -58,23 +57,23 @@ class ServedTransport:
     """Transport of a trainer with attention servers; agreements are only among the trainers.
 
     Args:
-        among_trainers: transport only of the trainers.
+        among_trainers: transport of the trainers only.
         device: where the rows to exchange live.
-        all_servers: servers that were launched, whether they are there or not.
+        all_servers: servers that were launched, whether they are alive or not.
         settings: of the plugin, for the servers.
-        timeout_seconds, patience_seconds: deadlines of an exchange, and for all servers to come at first.
-        limit_seconds: a server without a heartbeat for so long is lost.
+        timeout_seconds, patience_seconds: deadlines of an exchange, and for all servers to come at the beginning.
+        limit_seconds: a server without a heartbeat for this long is lost.
 
     Attributes:
-        among_trainers: see above; for batches that no server takes part in.
+        among_trainers: see above; for batches in which no server takes part.
         membership: number of the present connection.
         members: servers that take part.
-        extra_ranks: their part in plans; None if none does.
-        failed: a message about the server that was lost in this step; None if none was.
+        extra_ranks: their part in plans; None if no server takes part.
+        failed: a message about the server that was lost in this step; None if none was lost.
         in_step: whether an optimizer step that can run again has begun.
-        servers_lost: how many were lost so far.
+        servers_lost: number of servers lost so far.
         speeds: of servers, from times of the steps that counted.
-        room_bytes: that rows may take on each member until backward.
+        room_bytes: bytes that rows may take on each member until backward.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class ServedTransport:
         if self._wires is None:
             return self.among_trainers.exchange(asked)
         outside = None if self.in_step else self._progress
-        if outside is not None:  # over NCCL, and in no step: the GPU would wait for a lost server, and nobody end that
+        if outside is not None:  # over NCCL, and in no step: the GPU would wait for a lost server forever
             if (lost := self._lost()) is not None:
                 raise ServerLostError(f"rank {self.rank}, {asked.where}: {lost}. {NO_STEP}")
             outside.note_start()
@@ -145,15 +144,15 @@ class ServedTransport:
     def _fail(self, message: str) -> None:
         """Fails the step, here and for all trainers."""
         if self.failed is None:
-            self.failed = message  # before the abort: rows of an aborted exchange look like others
+            self.failed = message  # before the abort: rows of an aborted exchange look valid
             self._watch.abandon(self.membership, message)
             log.warning("the step has failed, and runs again: %s", message)
-        if (wires := self._wires) is not None:  # another thread may retire them
+        if (wires := self._wires) is not None:  # read once: another thread may retire them
             wires.abort()
 
     def _look_at_exchanges(self) -> None:
-        """Ends exchanges on the GPU that a lost server will never end. Runs in the thread that looks at heartbeats,
-        and calls nothing that may wait for the GPU."""
+        """Ends exchanges on the GPU that wait for a lost server. Runs in the thread that looks at heartbeats, and
+        calls nothing that may wait for the GPU."""
         if self._progress is None or self._wires is None:
             return
         message, stalled_seconds = self._lost(), self._progress.stalled_seconds()
@@ -168,35 +167,35 @@ class ServedTransport:
         message = f"rank {self.rank}, after the start of {place or 'no exchange'}: {message}"
         if self.in_step:
             self._fail(message)
-        elif not self._progress.is_at_rest:  # otherwise the next exchange fails, and a checkpoint is saved before
+        elif not self._progress.is_at_rest:  # otherwise the next exchange fails, after a checkpoint may be saved
             self._end_process(message)
 
     def _end_process(self, message: str) -> None:
-        """Ends this process: the GPU waits for a lost server. Without the wait, numbers without a meaning would go
-        on into a checkpoint."""
+        """Ends this process: the GPU waits for a lost server. If the wait were aborted instead, invalid numbers could
+        get into a checkpoint."""
         message = f"ServerLostError: {message}. {NO_STEP}"
         log.error(message)
         leave_for_launcher(message)
         os._exit(1)
 
     def begin_step(self) -> None:
-        """Begins an optimizer step that can run again: it fails with a lost server, and does not end the job."""
+        """Begins an optimizer step that can run again: a lost server makes it fail, and does not end the job."""
         self.in_step = True
 
     def leave_step(self) -> None:
-        """Leaves a step that an error ended. If it had failed, attention fails until the next step begins."""
+        """Leaves a step that an error ended. If it had failed, attention raises until the next step begins."""
         self.in_step = False
 
     def end_step(self) -> bool:
-        """Ends a step, and returns whether it counts: on all trainers, or on none. Trainers call it together.
+        """Ends a step, and returns whether it counts: on all trainers, or on none. A collective call of the trainers.
 
-        Servers that were lost are left out from now on, and those that came take part.
+        Lost servers are left out from now on, and new ones take part.
 
         Raises:
-            PeerLostError: a trainer was lost; or no membership could be opened.
+            PeerLostError: a trainer was lost, or no membership could be opened.
         """
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted, and the step has failed
+            torch.cuda.synchronize(self._device)  # then all exchanges have ended, or were aborted by a failed step
         if self._progress is not None:
             self._progress.note_rest()
         if self.failed is not None:
@@ -218,7 +217,7 @@ class ServedTransport:
         """Posts a plan to the members, and returns its number.
 
         Args:
-            holder: members may drop the plan when it is gone on the trainers.
+            holder: members may drop the plan when this object is gone on the trainers.
             integers: the plan.
         """
         self._plans += 1
@@ -234,7 +233,7 @@ class ServedTransport:
         self._outbox.post(Order(kind, self.membership, numbers))
 
     def close(self) -> None:
-        """Ends the membership on the servers and here; here also if the launcher's store is gone (an error)."""
+        """Ends the membership on the servers and here. If the launcher's store is gone, ends it here and raises."""
         if self._closed:
             return
         self._closed = True
@@ -252,13 +251,13 @@ class ServedTransport:
             ends.callback(self._watch.end)
 
     def _lost(self) -> str | None:
-        """Returns a message about a member that is lost; None if there is none."""
+        """Returns a message about a lost member; None if there is none."""
         if self._watch.is_abandoned(self.membership):
             return "another trainer lost an attention server"
         return self._live.lost_of(self.members)
 
     def _open(self, members: tuple[Member, ...], patience_seconds: float) -> None:
-        """Opens a membership, with fewer members where some do not come. A collective call of the trainers."""
+        """Opens a membership, with fewer members if some do not come. A collective call of the trainers."""
         problem, earlier = "", self.members if self.membership else members
         for _ in range(OPENINGS):
             self._retire(members)
@@ -277,7 +276,7 @@ class ServedTransport:
                 self._wires, good = (self._connect(patience_seconds) if members else None), 1
             except PeerLostError as error:
                 good, problem = 0, str(error)
-                self._watch.abandon(self.membership, problem)  # servers that met in vain wait for this message
+                self._watch.abandon(self.membership, problem)  # servers that opened it in vain wait for this message
             here = membership_store(self._store, self.membership)
             hang = [] if good else [one.server for one in members if not one.has_answered(here)]
             rows = self.gather([good, *self._live.starts(hang)], f"membership {self.membership}").wait()
@@ -315,7 +314,7 @@ class ServedTransport:
         )
 
     def _retire(self, members: tuple[Member, ...]) -> None:
-        """Lets go of the present membership. Its group ends once no exchange of it is under way."""
+        """Leaves the present membership. Its group ends once none of its exchanges is under way."""
         for server, restarts in (member for member in self.members if member not in members):
             self.servers_lost += 1
             self._live.losses.note(server, restarts)
@@ -330,10 +329,10 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows on their way; a lost server may make the step fail.
+    """Rows under way; a lost server may make the step fail.
 
     Args:
-        progress: of the GPU, if the exchange is of no step.
+        progress: of the GPU, if the exchange belongs to no step.
     """
 
     def __init__(self, transport: ServedTransport, exchange: Exchange, progress: StreamProgress | None) -> None:

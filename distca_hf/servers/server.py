@@ -1,4 +1,4 @@
-"""Attention server: a process without weights and without tokens, which computes attention tasks of trainers.
+"""Attention server: a process without weights and tokens that computes attention tasks of trainers.
 
     order      server
     open       answers the trainers, and opens the group for rows with them
@@ -7,11 +7,11 @@
     begin ...  notes the moments of a pass that trainers report, and writes a trace
     close      ends the group
 
-Trainers post an order right before their own exchanges. Queries, keys and values arrive with these, and results leave
-with them. Between two calls a server keeps plans, and received rows if they are kept for backward. A `Service` is the
-server's end of one membership. Several are open at once if trainers have several plugins.
+Trainers post an order right before their own exchanges, which bring queries, keys and values and take results away.
+Between two calls a server keeps plans, and the received rows that backward needs. A `Service` is the server's end of
+one membership. Several are open at once if trainers have several plugins.
 
-The process is a child of a supervisor (`servers/supervisor.py`), which starts it anew if it dies.
+The process is a child of a supervisor (`servers/supervisor.py`), which restarts it if it dies.
 """
 
 import os
@@ -51,10 +51,10 @@ log = get_logger(__name__)
 
 # Seconds between two looks for messages of trainers.
 LOOK_SECONDS = 0.05
-# Longest time for trainers to give up a membership of which an exchange has failed here.
+# Longest time for trainers to give up a membership after one of its exchanges has failed here.
 GIVE_UP_SECONDS = 25.0
-# Longest time that a server serves after SIGTERM or SIGINT, where no trainer is on its host to be looked for: less
-# than launchers wait before they kill.
+# Longest time that a server serves after SIGTERM or SIGINT if it cannot watch a trainer on its host: less than
+# launchers wait before they kill.
 LEAVE_SECONDS = 25.0
 
 
@@ -84,11 +84,11 @@ def serve_job(number: int, num_trainers: int, num_servers: int, restarts: int = 
         number: of this server, counted over all nodes.
         num_trainers, num_servers: of the job.
         restarts: how often this server was started before.
-        pipe: where its supervisor reads heartbeats; None without one.
+        pipe: for heartbeats to its supervisor; None without one.
 
     Raises:
         StoreLostError: the launcher's store is gone.
-        DistCAError: an order cannot be followed; or trainers were lost. Until the process ends the heartbeat goes on:
+        DistCAError: an order cannot be followed, or trainers were lost. The heartbeat goes on until the process ends:
             the message of the error is still on its way.
     """
     patience_seconds = DistCAConfig().timeouts.agreement_seconds
@@ -104,7 +104,7 @@ def serve_job(number: int, num_trainers: int, num_servers: int, restarts: int = 
 
 
 def without_rows(order: CallOrder, device: torch.device) -> Attended:
-    """Returns tensors of the shapes in an order, without a token: all that is computed here belongs to other ranks."""
+    """Returns tensors of the shapes in an order, without tokens: all that is computed here belongs to other ranks."""
     dtype = DTYPES[order.dtype]
 
     def none(heads: int, *dims: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -125,10 +125,10 @@ class Service:
 
     Attributes:
         config: settings of the trainers' plugin.
-        report: shows trainers what was measured since the membership began.
-        stopwatch: of this server's kernels.
+        report: shows trainers the measurements since the membership began.
+        stopwatch: measures this server's kernels.
         traces: of the passes that trainers report.
-        plans: live plans by number, and rows that are kept for their backward passes, by slot.
+        plans: live plans by number, with the rows kept for their backward passes, by slot.
     """
 
     transport: MembershipTransport
@@ -141,7 +141,7 @@ class Service:
     rows: dict[tuple[int, ...], Attended] = field(default_factory=dict)
 
     def take_plan(self, order: PlanOrder) -> None:
-        """Routes a plan, and drops those that no trainer holds any more.
+        """Routes a plan, and drops plans that no trainer holds any more.
 
         Raises:
             PlanMismatchError: it is not the plan that the trainers made.
@@ -166,10 +166,10 @@ class Service:
         self.plans[order.plan] = live, {}
 
     def plan(self, number: int) -> tuple[LivePlan, dict[int, Kept]]:
-        """Returns the plan with a number, and the rows that are kept for it.
+        """Returns the plan with a number, and the rows kept for it.
 
         Raises:
-            PlanError: no such plan exists.
+            PlanError: there is no plan with this number.
         """
         if number not in self.plans:
             raise PlanError(f"a call names plan {number}, this server holds {', '.join(map(str, self.plans))}")
@@ -180,7 +180,7 @@ class Service:
         """Makes an attention call.
 
         Raises:
-            PlanError: no such plan exists; or nothing was kept for it.
+            PlanError: there is no plan with this number, or nothing was kept for it.
         """
         plan, kept = self.plan(order.plan)
         shapes = order[2:7]
@@ -222,13 +222,13 @@ class Server:
         self._signal: tuple[int, float] | None = None
 
     def note_signal(self, number: int, frame: object) -> None:
-        """Notes that this process was asked to leave; trainers may still end a step and save."""
+        """Notes that this process was asked to leave. Trainers may still end a step and save."""
         if self._signal is None:
             self._signal = number, time.monotonic()
 
     def leave_lost_exchanges(self) -> None:
-        """Aborts exchanges on the GPU with trainers that have given them up. Runs in the heartbeat's thread: this
-        process's own may wait for that GPU."""
+        """Aborts exchanges on the GPU with trainers that have given them up. Runs in the heartbeat's thread, because
+        the main thread may wait for that GPU."""
         for membership, service in list(self._services.items()):
             if self._heartbeat.is_abandoned(membership):
                 service.transport.abort()
@@ -249,7 +249,7 @@ class Server:
         return status
 
     def _status(self) -> int | None:
-        """Returns the exit status if there is nothing more to serve."""
+        """Returns the exit status if there is nothing more to serve, else None."""
         are_gone = bool(self._trainers_here) and not any(map(is_running, self._trainers_here))
         if any(has_ended(self._store, trainer) for trainer in range(self._num_trainers)):
             return 0
@@ -257,9 +257,9 @@ class Server:
             number, since = self._signal
             is_patient = not self._trainers_here and time.monotonic() - since <= LEAVE_SECONDS
             is_served = bool(self._trainers_here) and not are_gone
-            if not self._services or not (is_patient or is_served):  # no trainer can have another call
+            if not self._services or not (is_patient or is_served):  # no trainer can make another call
                 return 128 + number
-        if are_gone:  # looked at before their notes. A launcher ends this process if one of them failed
+        if are_gone:  # checked before `has_ended`. If one of them failed, a launcher ends this process
             log.warning(
                 "attention server %d ends: processes %s of trainers left without an end of their script (os._exit?)",
                 self._member.server,
@@ -313,8 +313,8 @@ class Server:
             self._leave(order.membership)
 
     def _is_lost(self, membership: int) -> bool:
-        """Returns whether trainers have given a membership up, after an exchange of it has failed here: their message
-        takes a moment. Trainers that have ended, or that a signal ended, give nothing up."""
+        """Returns whether trainers have given a membership up, after one of its exchanges has failed here. Waits for
+        their message. Trainers that have ended, or that a signal ended, give nothing up."""
         deadline = time.monotonic() + GIVE_UP_SECONDS
         while time.monotonic() < deadline and self._status() is None:
             if self._heartbeat.is_abandoned(membership):
@@ -323,7 +323,7 @@ class Server:
         return False
 
     def _leave(self, membership: int) -> None:
-        """Lets go of a membership. Its group ends once no exchange of it is under way."""
+        """Leaves a membership. Its group ends once none of its exchanges is under way."""
         self._heartbeat.leave(membership)
         self._lost_memberships.add(membership)
         service = self._services.pop(membership, None)
@@ -347,7 +347,7 @@ class Server:
                     f"{__version__}; install one version on all nodes"
                 )
             config, device = config_of(invitation.settings), self._device(invitation.device_type)
-        except Exception as error:  # of a driver, too: trainers would wait for an answer
+        except Exception as error:  # even a driver's: trainers would wait for an answer
             invitation.refuse(self._member.server, f"{type(error).__name__}: {error}")
             raise
         show = partial(report, invitation.store, self._member.server)
@@ -358,7 +358,7 @@ class Server:
 
         timeout_seconds = config.timeouts.exchange_seconds
         transport = invitation.accept(self._member, self._num_trainers, device, timeout_seconds, lost)
-        # Containers may share the name of a host and not its processes.
+        # Containers may share a host's name but not its processes.
         self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if is_running(one)]
         traces = ServedTraces(self._member.server, device, Path(config.report_folder))
         return Service(transport, config, device, show, Stopwatch(device), traces)

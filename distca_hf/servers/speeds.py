@@ -1,4 +1,4 @@
-"""Speeds: how fast attention servers compute, measured in training, so that plans divide work by time.
+"""Speeds: measures how fast attention servers compute during training, to divide work by time.
 
     server     kernels ── stopwatch ──▶ report, once per micro-batch ──▶ launcher's store
                                                                               │ read by rank 0
@@ -6,9 +6,9 @@
                                                   │
                all trainers alike                 `──▶ estimates ──▶ speeds of later plans
 
-Times are from kernels, and of nothing that waits for other ranks. No host waits for its device: times of a GPU are
-times of events in its stream, which are read once the device has passed them. Trainers compute with the same integers,
-and so have equal speeds.
+Only kernels are timed, and nothing that waits for other ranks. No host waits for its device: times of a GPU come from
+events in its stream, which are read once the device has passed them. Trainers compute with the same integers, and so
+have equal speeds.
 """
 
 import json
@@ -32,17 +32,17 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Attention calls that a stopwatch remembers, before it looks for those that have ended.
+# Attention calls that a stopwatch remembers before it looks for ended ones.
 REMEMBERED_CALLS = 1024
-# The latest readings of a process, whose median counts: a step that was slow by chance changes nothing.
+# The latest readings of a process, of which the median counts: a step that is slow by chance changes nothing.
 READINGS = 7
-# The first readings of a process, which count for nothing: kernels are compiled and tuned in them.
+# The first readings of a process, which do not count: they include compiling and tuning of kernels.
 WARM_UP_READINGS = 1
-# Speeds change if one of them does by more than this fraction. Batches that are planned ahead are planned again then.
+# Speeds change if one of them changes by more than this fraction. Then batches planned ahead are planned again.
 LEAST_CHANGE = 0.05
-# Plans without a vote on a step, before a warning that speeds are not measured.
+# Plans without a vote on a step before a warning that speeds are not measured.
 UNVOTED_PLANS = 100
-# Limits of a measured speed. A server that is slower than this still gets some work, and so another reading.
+# Limits of a measured speed. A slower server still gets some work, and so another reading.
 SLOWEST, FASTEST = 0.05, 20.0
 # Integers of a reading.
 WIDTH = 3
@@ -55,8 +55,8 @@ class Reading(NamedTuple):
     """Work and time of one process.
 
     Attributes:
-        flops: operations of the attention calls that it made, as planned.
-        kernel_nanoseconds: time that its kernels took for them.
+        flops: operations of its attention calls, as planned.
+        kernel_nanoseconds: time of its kernels for them.
         nanoseconds: time that passed.
     """
 
@@ -124,16 +124,16 @@ class Stopwatch:
         self._calls[-1].kernels.append((begin, self._mark()))
 
     def read(self) -> Reading:
-        """Returns sums since the stopwatch was made, of calls that the device has ended. No call is being made."""
+        """Returns sums over all calls that the device has ended. Must not be called during a call."""
         self._add_ended()
         return self._total._replace(nanoseconds=time.perf_counter_ns() - self._began)
 
     def discard(self) -> None:
-        """Forgets calls that were not read: one of them was cut off."""
+        """Forgets calls that were not read, because one of them was cut off."""
         self._calls.clear()
 
     def _add_ended(self) -> None:
-        """Adds all calls whose last kernel the device has passed; their events are used again."""
+        """Adds all calls whose last kernel the device has passed, and reuses their events."""
         while self._calls:
             kernels, taken = self._calls[0].kernels, 0
             last = kernels[-1][1] if kernels else 0
@@ -149,7 +149,7 @@ class Stopwatch:
             self._total = self._total.plus(Reading(self._calls.popleft().flops, taken))
 
     def _mark(self) -> Mark:
-        """Returns the present moment, on a GPU that of its stream."""
+        """Returns the present moment; on a GPU, in its stream."""
         if not self._is_gpu:
             return time.perf_counter_ns()
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
@@ -165,7 +165,7 @@ class RecentRates:
         self._skipped = 0
 
     def note(self, reading: Reading) -> None:
-        """Takes the reading of a step; those without work, and the first ones, count for nothing."""
+        """Takes the reading of a step. Ignores readings without work, and the first ones."""
         if reading.rate is None:
             return
         if self._skipped < WARM_UP_READINGS:
@@ -183,7 +183,7 @@ class SpeedEstimates:
     """Speeds of servers relative to a trainer, estimated from readings: equal readings give equal speeds.
 
     Args:
-        neutral: speed of a server of which nothing is known.
+        neutral: speed of an unknown server.
         trainers_attend: whether trainers compute attention. If not, speeds are relative to the mean server.
     """
 
@@ -212,7 +212,7 @@ class SpeedEstimates:
             self._speeds = {**self._speeds, **estimated}
 
     def of(self, members: Sequence[Member]) -> tuple[float, ...]:
-        """Returns the speeds to plan with; a process that has just come has the neutral one."""
+        """Returns the speeds to plan with; a new process has the neutral one."""
         return tuple(self._speeds.get(member, self._neutral) for member in members)
 
 
@@ -220,12 +220,12 @@ class ServerSpeeds:
     """A trainer's end: its numbers in the vote on a step, and the speeds that follow from all trainers' numbers.
 
     Args:
-        servers: that were launched, with the speeds that they have at first.
-        is_measured: whether speeds change; if not, servers keep those.
+        servers: that were launched, with their initial speeds.
+        is_measured: whether speeds are measured; if not, servers keep the initial ones.
         device: on which this trainer computes.
 
     Attributes:
-        stopwatch: of this trainer's kernels; None where speeds are given.
+        stopwatch: of this trainer's kernels; None if speeds are not measured.
         busy: sum of the readings of all servers, in steps that counted.
     """
 
@@ -241,11 +241,11 @@ class ServerSpeeds:
         self._plans, self._has_voted = 0, False
 
     def begin_membership(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
-        """Begins to measure these members, and returns their part in plans; None if there are none. All that was
-        measured of a step that did not count is forgotten.
+        """Begins to measure these members, and returns their part in plans; None if there are none. Forgets
+        measurements of a step that did not count.
 
         Args:
-            here: part of the launcher's store where they report, on the trainer that reads it; None on others.
+            here: part of the launcher's store with their reports, on the trainer that reads it; None on others.
         """
         self._members, self._here, self._last_reports = members, here, None
         if self.stopwatch is not None:
@@ -253,7 +253,7 @@ class ServerSpeeds:
         return self._present()
 
     def note_plan(self) -> None:
-        """Notes a plan; warns, once, if there were many and no vote."""
+        """Notes a plan; warns once if there were many plans and no vote."""
         self._plans += 1
         if self._plans == UNVOTED_PLANS and not self._has_voted and self.stopwatch is not None:
             log.warning(
@@ -262,7 +262,7 @@ class ServerSpeeds:
             )
 
     def numbers(self) -> list[int]:
-        """Returns this trainer's numbers for the vote: its own reading, and on one trainer the members'.
+        """Returns this trainer's numbers for the vote: its own reading, and on one trainer those of the members.
 
         Raises:
             StoreLostError: the store is gone.
@@ -273,7 +273,7 @@ class ServerSpeeds:
         return [*mine, *(number for reading in self._reports() for number in reading)]
 
     def note(self, rows: Sequence[Sequence[int]]) -> Servers | None:
-        """Takes the numbers of all trainers, of a step that counts; returns the members' part in later plans."""
+        """Takes the numbers of all trainers for a step that counts. Returns the members' part in later plans."""
         readings = [[Reading(*row[at : at + WIDTH]) for at in range(0, len(row), WIDTH)] for row in rows]
         trainers, of_members = _sum(row[0] for row in readings), zip(*(row[1:] for row in readings), strict=True)
         servers = dict(zip(self._members, map(_sum, of_members), strict=True))
@@ -290,7 +290,7 @@ class ServerSpeeds:
         return replace(chosen, speeds=self._estimates.of(self._members))
 
     def _reports(self) -> list[Reading]:
-        """Returns the reading of each member since the last vote; at first nothing, because it had waited."""
+        """Returns the reading of each member since the last vote; at first nothing, because members had waited."""
         nothing = [Reading()] * len(self._members)
         if self._here is None or not self._members:
             return nothing
@@ -306,7 +306,7 @@ class ServerSpeeds:
 
 
 def report(here: JobStore, server: int, reading: Reading) -> None:
-    """Writes the reading of a server, summed since it joined a membership.
+    """Writes the reading of a server since it joined a membership.
 
     Args:
         here: part of the launcher's store that belongs to the membership.

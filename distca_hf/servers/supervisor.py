@@ -1,19 +1,19 @@
-"""Supervisor: the launched process of an attention server. It starts the server as its child, and replaces one that
-dies or hangs.
+"""Supervisor: the launched process of an attention server. Starts the server as its child, and restarts it if it dies
+or hangs.
 
     launcher ──▶ supervisor ──▶ server, restart 0, then 1, ...
                      ◀── a byte per heartbeat, in a pipe
 
     the child                                                      the supervisor
     ends with 0: the trainers' scripts have ended                  ends with 0
-    ends with `TRAINERS_GONE`: they are gone, or their launcher    ends with it
+    ends with `TRAINERS_GONE`: they are gone, or their launcher    ends with the same
     is killed, or is silent for too long                           starts the next process
     ends with an error                                             the same, once; then it ends with that status
     ends after SIGTERM or SIGINT, which both of them get           ends with 128 + signal; it starts the next one
                                                                    if only the child got it
 
-A launcher ends all processes if one of them fails, so the supervisor lives on. It imports no torch: it can neither
-hang in a driver nor be killed for its memory. The child dies with it.
+A launcher ends all processes if one of them fails, so the supervisor must survive its child. It does not import torch:
+it can neither hang in a driver nor be killed for its memory. If it dies, so does the child.
 """
 
 import ctypes
@@ -37,20 +37,20 @@ SERVER = (sys.executable, "-m", "distca_hf.servers.server")
 # Signals that end a job. Launchers send them to all processes; servers then serve until the trainers have saved.
 LEAVING = (signal.SIGTERM, signal.SIGINT)
 LEFT = tuple(128 + number for number in LEAVING)
-# Seconds between two looks at the child. Silence is counted in looks: a supervisor that was itself stopped, with its
-# child, kills nothing.
+# Seconds between two looks at the child. Silence is counted in looks: a supervisor that was itself stopped together
+# with its child does not kill it.
 LOOK_SECONDS = 0.2
-# Silence after which a child is killed, in limits after which trainers count it as lost.
+# Silence after which a child is killed, as a multiple of the limit after which trainers count it as lost.
 SILENT_LIMITS = 3
 # Silence that is allowed before the first byte: on a busy file system imports may take minutes.
 START_SECONDS = 600.0
-# A child that has lived for so long was able to serve.
+# A child that has lived this long was able to serve.
 STEADY_SECONDS = 60.0
-# Children in a row that ended sooner, before no other is started. Each costs trainers a step and this machine its
-# imports: a server that cannot live must not come for ever. The limit is high, because a GPU that is lent may be taken
-# many times; with some seconds for each child it is still reached within minutes.
+# Children in a row that end sooner before no other is started. Each costs trainers a step and this machine its
+# imports: a server that cannot live must not be restarted forever. The limit is high, because a borrowed GPU may be
+# taken away many times; at some seconds for each child it is still reached within minutes.
 SHORT_LIVES = 50
-# Errors of children with which the job ends: the same error would come again.
+# Number of errors of children that ends the job: the same error would come again.
 ERRORS = 2
 
 
@@ -60,7 +60,7 @@ def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[s
     Args:
         number: of the server, counted over all nodes.
         num_trainers, num_servers: of the job.
-        line: command of a server. Three numbers above, the restarts before it and a file descriptor follow.
+        line: command of a server. The three numbers above, its earlier restarts and a file descriptor are appended.
     """
     silence_seconds = SILENT_LIMITS * DistCAConfig().timeouts.heartbeat_limit_seconds
     command = (*line, *map(str, (number, num_trainers, num_servers)))
@@ -71,7 +71,7 @@ class Child:
     """One process of a server.
 
     Args:
-        line: its command; the file descriptor of the pipe follows.
+        line: its command; the file descriptor of the pipe is appended.
         silence_seconds: silence after which it is killed.
 
     Attributes:
@@ -90,12 +90,12 @@ class Child:
             os.close(end)
 
     def listen(self) -> None:
-        """Waits for a byte, not for long, and kills a child that has been silent for too long."""
+        """Waits briefly for a byte, and kills a child that has been silent for too long."""
         if select.select([self._pipe], [], [], LOOK_SECONDS)[0]:
             if os.read(self._pipe, 4096):
                 self._silent_seconds, self._allowed_seconds = 0.0, self._silence_seconds
                 return
-            time.sleep(LOOK_SECONDS)  # the other end is closed: it is ending
+            time.sleep(LOOK_SECONDS)  # the other end is closed: the child is ending
         self._silent_seconds += LOOK_SECONDS
         if self._silent_seconds > self._allowed_seconds:
             self.is_silent = True
@@ -111,7 +111,7 @@ class Supervisor:
 
     Args:
         name: of the server, for messages.
-        line: command of a server; the restarts before it and a file descriptor follow.
+        line: command of a server; its earlier restarts and a file descriptor are appended.
         silence_seconds: silence after which a child is killed.
     """
 
@@ -120,7 +120,7 @@ class Supervisor:
         self._signal: int | None = None
 
     def run(self) -> int:
-        """Returns the exit status, once no other child is to be started."""
+        """Runs children until no other is to be started, and returns the exit status."""
         for one in LEAVING:
             signal.signal(one, self._note_signal)
         short_lives = errors = 0
@@ -148,7 +148,7 @@ class Supervisor:
         raise AssertionError
 
     def _live(self, restarts: int) -> tuple[int, str]:
-        """Returns the exit status of a child that has ended, and a message about its end."""
+        """Runs a child, and returns its exit status and a message about its end."""
         child = Child([*self._line, str(restarts)], self._silence_seconds)
         passed_on = False
         while (status := child.process.poll()) is None:
@@ -159,7 +159,7 @@ class Supervisor:
         child.close()
         if child.is_silent:
             return status, f"(restart {restarts}) was silent for too long, and was killed"
-        if status in LEFT:  # only it got the signal, or both did
+        if status in LEFT:  # only the child got the signal, or both did
             status = 128 - status
         if status < 0:
             return status, f"(restart {restarts}) was killed by signal {-status}"
@@ -172,8 +172,8 @@ class Supervisor:
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """Returns a call for a new process, after which the kernel kills it when this process ends; None where no kernel
-    does so. There a server ends at its next heartbeat, because the pipe is broken."""
+    """Returns a call for a new process that makes the kernel kill it when this process ends. None if the system cannot
+    do so: a server then ends at its next heartbeat, because the pipe is broken."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
@@ -181,7 +181,7 @@ def _die_with(parent: int) -> Callable[[], None] | None:
 
     def call() -> None:
         libc.prctl(set_parent_death_signal, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it ended before the kernel was told
+        if os.getppid() != parent:  # the parent ended before the call
             os.kill(os.getpid(), signal.SIGKILL)
 
     return call

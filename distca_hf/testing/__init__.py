@@ -2,8 +2,8 @@
 
 **Loopback**: N ranks as threads of one process. The same code runs as over a network, without sockets or processes.
 
-`attend_documents` is exact attention over whole documents, and `rows_of_rank` the way between them and the rows of a
-rank: results of ranks are compared with it.
+`attend_documents` is exact attention over whole documents, to compare results of ranks with. `rows_of_rank` maps its
+rows to a rank's.
 
 **Faults**: a transport that raises, stalls, is killed, or lets another exchange overtake a chosen one.
 
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 
 class LoopbackWorld:
-    """Meeting point of the ranks: each meeting passes one value from every rank of a scope to every rank of it.
+    """Meeting point of the ranks. Each meeting passes one value from every rank of a scope to every rank of it.
 
     Args:
         shape: stages, data ranks and tensor ranks.
@@ -63,14 +63,14 @@ class LoopbackWorld:
         return values
 
     def leave(self) -> None:
-        """Makes all others fail instead of waiting."""
+        """Makes all other ranks fail instead of waiting."""
         for barrier in self._barriers.values():
             barrier.abort()
 
 
 @dataclass
 class _Meeting(Generic[Value]):
-    """An exchange or gather that takes place when it is waited for: threads have nothing to overlap."""
+    """An exchange or gather that happens when it is waited for: threads have nothing to overlap."""
 
     hold: Callable[[], Value]
     held: list[Value] = field(default_factory=list)
@@ -128,7 +128,7 @@ def run_ranks(
         stages: of a pipeline, one after the other.
 
     Raises:
-        Exception: the first error by rank that is not just the echo of another rank's.
+        Exception: the first error by rank that is not only a consequence of another rank's.
     """
     world = LoopbackWorld((stages, num_ranks, tensor_ranks), timeout_seconds)
 
@@ -161,8 +161,8 @@ def attend_documents(
 
     Args:
         q, k, v: `[tokens, N, H]`, `[tokens, G, H]`, `[tokens, G, V]`; documents one after the other.
-        window_tokens: keys that a token sees, its own among them; None for all before it.
-        softcap: scores become softcap * tanh(score / softcap); 0 if they stay.
+        window_tokens: keys that a token attends to, including its own; None for all before it.
+        softcap: scores become softcap * tanh(score / softcap); 0 leaves them unchanged.
         sinks_N: one more score for each head, without a value; None without sinks.
     """
     shared = q.shape[1] // k.shape[1]
@@ -185,7 +185,7 @@ def attend_documents(
 
 
 def rows_of_rank(layout: Layout, rank: int) -> torch.Tensor:
-    """Returns `[rank's tokens]` indices of the rank's tokens where documents lie one after the other, without
+    """Returns `[rank's tokens]` indices of the rank's tokens in a row of all documents, one after the other without
     padding."""
     first = [0, *torch.from_numpy(layout.document_tokens).cumsum(0).tolist()]
     parts = [
@@ -200,8 +200,8 @@ class Fault:
 
     Attributes:
         at: number of the exchange or gather.
-        action: called before it starts; it may raise, sleep or kill, and returns normally to go on. `swap` lets the
-            next exchange start first.
+        action: called before it starts; may raise, sleep or kill, or return to go on. `swap` lets the next exchange
+            start first.
         of: whether exchanges or gathers are counted.
     """
 
@@ -273,7 +273,7 @@ class FaultTransport:
         return self._inner.gather(values, where, scope)
 
     def _run_planned(self, of: Literal["exchange", "gather"]) -> bool:
-        """Lets the faults happen that are planned for this one; whether the next one may overtake it."""
+        """Runs the faults that are planned for this one; returns whether the next one may overtake it."""
         number, self._started[of] = self._started[of], self._started[of] + 1
         actions = [fault.action for fault in self._faults if (fault.of, fault.at) == (of, number)]
         for action in actions:
@@ -282,11 +282,11 @@ class FaultTransport:
 
 
 class NotedTransport:
-    """Says when exchanges start and are waited for; another transport makes them.
+    """Reports when exchanges of another transport start and are waited for.
 
     Args:
         inner: the other transport.
-        started, waited: called with what an exchange is asked for, before it starts and before it is waited for.
+        started, waited: called with the arguments of an exchange, before it starts and before it is waited for.
     """
 
     def __init__(
@@ -311,6 +311,6 @@ class NotedExchange:
     waited: Callable[[], None]
 
     def wait(self) -> torch.Tensor:
-        """Returns the rows received from all ranks, once it was said that they are waited for."""
+        """Returns the rows received from all ranks, after reporting that they are waited for."""
         self.waited()
         return self.inner.wait()

@@ -1,7 +1,7 @@
-"""Find: the class and the configuration that a name stands for, and the model of both without weights.
+"""Find: finds the class and the configuration of a name, and builds their model without weights.
 
 A name is a model type or a class of Transformers, a class that can be imported, a config.json or its folder, a name of
-`distca plan` (llama3-8b), or a name on the Hub. Nothing is looked up in a list of models that work.
+`distca plan` (llama3-8b), or a name on the Hub. There is no list of models that work.
 """
 
 import copy
@@ -45,16 +45,16 @@ from distca_hf.integrations.models.structure import IMPLEMENTATION
 
 # Follows the name of a model whose sizes were not given.
 DEFAULT_SIZES = "default sizes"
-# Longest message of another package that is quoted.
+# Most characters of a quoted message of another package.
 MOST_CHARACTERS = 300
-# Auto classes with their mappings, in the order in which a class for a model type is looked for.
+# Auto classes with their mappings, in the order in which they are searched for a model type.
 AUTO: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
     (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModelForSeq2SeqLM),
     (MODEL_MAPPING, AutoModel),
 )
-# Model types of built-in names, by their beginnings: the longest one counts.
+# Model types of built-in names, by how they begin: the longest match counts.
 TYPES_OF_PRESETS = {
     "llama": "llama",
     "mistral": "mistral",
@@ -64,7 +64,7 @@ TYPES_OF_PRESETS = {
     "qwen3-30b-a3b": "qwen3_moe",
     "qwen3-235b-a22b": "qwen3_moe",
 }
-# Name of the number of experts, that number, and the experts that a token takes, by model type.
+# By model type: name of the number of experts, that number, and the experts per token.
 EXPERTS = {"mixtral": ("num_local_experts", 8, 2), "qwen3_moe": ("num_experts", 128, 8)}
 
 
@@ -86,7 +86,7 @@ class Candidate:
         """Returns the model on torch's meta device, without memory for weights.
 
         Args:
-            implementation: of attention; None for the one that the class has by default.
+            implementation: of attention; None for the class's default.
 
         Raises:
             Exception: whatever the class raises for this configuration.
@@ -104,7 +104,7 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
         trust_remote_code: whether Python code next to a configuration may run.
 
     Raises:
-        ConfigError: no such model exists, its configuration is not understood, or its own code is not trusted.
+        ConfigError: there is no such model, its configuration is not understood, or its own code is not trusted.
     """
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return _of_file(Path(name), trust_remote_code)
@@ -143,7 +143,7 @@ def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
 
 def _type_hint(name: str) -> str:
     """Returns a hint about a model type that Transformers does not have, to follow a message: other versions of it,
-    which were hardly meant, or the nearest name."""
+    which were probably not meant, or the nearest name."""
 
     def letters(model_type: str) -> str:
         return re.sub(r"[\d.]+", "", model_type.lower())
@@ -283,7 +283,7 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _architecture(config: PreTrainedConfig) -> str | None:
-    """Returns the class that a configuration was saved from, if it says so."""
+    """Returns the class that a configuration was saved from, if it names one."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if isinstance(architectures, list) and architectures else None
 

@@ -57,7 +57,7 @@ from distca_hf.telemetry import get_logger
 
 
 WORKS, REFUSED = 0, 1
-# Numbers of tokens per rank that are tried.
+# Step and maximum of the numbers of tokens per rank to try.
 TOKENS_STEP, MOST_TOKENS = 1024, 1 << 20
 
 
@@ -91,7 +91,7 @@ class Job:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that all ranks hold together, as many as the longest document."""
+        """Tokens that all ranks hold together, which is the longest document."""
         return self.num_ranks * self.tokens_per_rank
 
     @property
@@ -107,7 +107,7 @@ class CheckAnswer:
     Attributes:
         size: numbers of weights; None if they could not be counted.
         memory: by way to shard weights; empty if it is not known.
-        largest_tokens, with_liger_tokens: most tokens per rank that fit, and with Liger's fused loss; likewise.
+        largest_tokens, with_liger_tokens: most tokens per rank that fit, and with Liger's fused loss; by the same.
     """
 
     candidate: Candidate
@@ -163,13 +163,13 @@ def memory_of(
     """Estimates memory for each way to shard weights that can train the model, and finds the tokens per rank that fit.
 
     Keys, values and states of other ranks are from one document that all ranks hold together, planned as training
-    plans it: the most that are sent.
+    plans it: these are the most that are sent.
 
     Args:
-        states: what mixers exchange; None if there are none, or that is not known.
+        states: sizes of states that mixers exchange; None if there are none, or they are not known.
 
     Returns:
-        Memory as the job says, and the tokens per rank that fit, as it says and with Liger's fused loss.
+        Memory for the job, and the tokens per rank that fit, for the job and with Liger's fused loss.
     """
     memory: dict[Sharding, Memory] = {}
     largest: dict[Sharding, int] = {}
@@ -199,8 +199,8 @@ def memory_of(
 
 
 def run_check(options: CheckOptions) -> int:
-    """Runs `distca check`; returns its exit status. Output is printed at the very end, so that an error leaves nothing
-    behind.
+    """Runs `distca check`, and returns its exit status. Prints output at the very end: nothing is printed before an
+    error.
 
     Raises:
         ConfigError: an option or the model is wrong.
@@ -250,8 +250,8 @@ def judge_quietly(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves out the messages of libraries about a model without weights, and of a step that does not train. A model's
-    code may print: that goes to stderr."""
+    """Silences the messages of libraries about a model without weights, and about a step that does not train. Sends
+    prints of a model's code to stderr."""
     log, level = get_logger("distca_hf"), logging.getLogger("distca_hf").level
     verbosity, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
@@ -285,7 +285,7 @@ INDENTED = (0, 0, 0, 2)
 
 
 def print_answer(answer: CheckAnswer, console: Console, with_numerics: bool = False) -> None:
-    """Prints the verdict with reasons and limits, layers, kernels, memory, and numerics if they are asked for."""
+    """Prints the verdict with reasons and limits, layers, kernels, memory, and on request numerics."""
     for number, each in enumerate(_blocks(answer, with_numerics)):
         if number:
             console.print()
@@ -331,7 +331,7 @@ def _verdict(answer: CheckAnswer) -> RenderableType:
 
 
 def _kernels(answer: CheckAnswer) -> RenderableType:
-    """Returns the kernels that can compute layers, and why others cannot; layers with the same kernels together."""
+    """Returns the kernels that can compute layers, and why others cannot. Groups layers with the same kernels."""
     together: dict[tuple[tuple[str, ...], str], list[KernelChoice]] = {}
     for choice in answer.verdict.kernels:
         together.setdefault((choice.able, choice.why_not), []).append(choice)

@@ -1,11 +1,10 @@
-"""Tiny config: a configuration of any Transformers model that reads text, so small that it is built in a fraction of a
-second.
+"""Tiny config: a configuration of any Transformers model that reads text, built in a fraction of a second.
 
 The fields that make a model large, or random, have few names. `SIZES` holds a value for each of them, and a
-configuration gets those that it has fields for; so do its parts (text, vision, audio). What single classes need
-besides is in `EXCEPTIONS`: sizes that must fit each other. Nothing here says whether a class works.
+configuration gets the values of its own fields; so do its parts (text, vision, audio). `EXCEPTIONS` has sizes of
+single classes that must fit each other. Nothing here says whether a class works.
 
-A tiny version of a given configuration keeps its flags, names and factors, and a layer of each kind that it has.
+A tiny version of a given configuration keeps its flags, names and factors, and one layer of each of its kinds.
 """
 
 import dataclasses
@@ -74,7 +73,7 @@ LATENT: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), HEAD_DIM),
     **{"qk_rope_head_dim": HEAD_DIM // 2, "head_dim": HEAD_DIM // 2, "num_key_value_heads": 4},
 }
-# Rotary embeddings of which each axis of an image turns a section; all have as many frequencies as half a head.
+# Rotary embeddings in which each axis of an image rotates a section; sections sum to half a head.
 SECTIONS = {"rope_parameters": ROTARY | {"mrope_section": [2, 3, 3]}}
 HALF_SECTIONS = {"rope_parameters": ROTARY | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
 # The last layers use keys and values of earlier ones.
@@ -83,7 +82,7 @@ SHARED_KEYS = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 2,
 }
-# By model type; a dict adds to what a part of that name has.
+# By model type; a dict adds to the settings of the part of that name.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cosmos3_edge_text": SECTIONS,
@@ -143,7 +142,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 # Fields of a given configuration that a tiny version does not keep.
 NAMES_OF_ITS_OWN = frozenset({"model_type", "dtype", "torch_dtype", "architectures", "name_or_path", "use_cache"})
-# Sizes without which a layer attends in another way.
+# Sizes without which a layer attends differently.
 WINDOWS = frozenset({"sliding_window", "sliding_window_size", "attention_chunk_size"})
 
 
@@ -182,7 +181,7 @@ def _settings_like(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _lists_of_layers(config: PreTrainedConfig, exceptions: dict[str, Any]) -> dict[str, Any]:
-    """Returns all lists that have a value for each layer, with the values of the first layer of each kind."""
+    """Returns all lists with a value for each layer, reduced to the first layer of each kind."""
     layers = getattr(config, "num_hidden_layers", None)
     kinds = getattr(config, "layer_types", None)
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or "layer_types" in exceptions:
@@ -198,7 +197,7 @@ def _lists_of_layers(config: PreTrainedConfig, exceptions: dict[str, Any]) -> di
 
 
 def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Keywords of a small configuration; keywords of its parts are dicts."""
+    """Returns keywords of a small configuration; keywords of its parts are dicts."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     settings = {name: value for name, value in SIZES.items() if name in fields}
     if "kv_lora_rank" in fields:
@@ -214,7 +213,7 @@ def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """Classes of parts that a class has by default, by name."""
+    """Returns classes of the parts that a class has by default, by name."""
     if hasattr(config_class, "sub_configs_defaults"):
         parts = config_class.sub_configs_defaults.items()
         return {
@@ -227,7 +226,7 @@ def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedCon
 
 
 def _one_layer_of_each_kind(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Layers of all kinds that the class has by default, if they are several."""
+    """Returns layers of all kinds that the class has by default, if there are several."""
     try:
         layer_types = config_class().layer_types
     except ValueError:  # the class refuses its own default

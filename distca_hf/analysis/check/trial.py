@@ -1,10 +1,10 @@
 """Trial: compares a step of a tiny model on placed documents with steps on each single document.
 
 Ranks are threads of this process. They compute as in training: the loader places documents, `enable` checks and
-watches the model, and attention is exact on the CPU. So a class that needs something distca_hf does not compute is
-refused here as in training, in its first forward pass.
+watches the model, and attention is exact on the CPU. So a class that needs something that distca_hf does not compute
+is refused here as in training, in its first forward pass.
 
-Weights are fp32 and random, so a wrong route or mask shows as a difference larger than rounding.
+Weights are fp32 and random, so a wrong route or mask causes a difference larger than rounding.
 """
 
 import copy
@@ -43,7 +43,7 @@ class TinyModel:
 
     Attributes:
         make: builds its class: `from_config` of one of Transformers' auto classes, or `_from_config` of a class.
-        trains: whether it is in training mode; some classes draw random numbers there.
+        trains: whether it is in training mode, in which some classes draw random numbers.
     """
 
     config: PreTrainedConfig
@@ -56,7 +56,7 @@ class TinyModel:
             return int(self.make(copy.deepcopy(self.config)).num_parameters())
 
     def build(self, implementation: str) -> PreTrainedModel:
-        """Returns the model in fp32; its weights are random, equal every time, and none is left at zero."""
+        """Returns the model in fp32. Its weights are random, the same every time, and none stays zero."""
         torch.manual_seed(0)
         model = self.make(copy.deepcopy(self.config), attn_implementation=implementation).float()
         with torch.no_grad():
@@ -74,10 +74,10 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class Step:
-    """Loss, and gradients of all parameters one after the other, of one training step.
+    """Loss of one training step, and gradients of all parameters one after the other.
 
     Attributes:
-        logits: `[tokens, vocabulary]` of all documents one after the other; None where the model returns none.
+        logits: `[tokens, vocabulary]` of all documents one after the other; None if the model returns none.
     """
 
     loss: float
@@ -93,18 +93,18 @@ class Step:
         return abs(self.loss - other.loss) / abs(other.loss)
 
     def gradient_difference(self, other: "Step") -> float:
-        """Returns the norm of the difference of gradients over that of the others."""
+        """Returns the norm of the difference of gradients over the norm of the other gradients."""
         return float((self.gradients - other.gradients).norm() / other.gradients.norm())
 
     def logit_difference(self, other: "Step") -> float | None:
-        """Returns the norm of the difference of logits over that of the others; None where there are none."""
+        """Returns the norm of the difference of logits over the norm of the other logits; None if there are none."""
         if self.logits is None or other.logits is None or self.logits.shape != other.logits.shape:
             return None
         return float((self.logits - other.logits).norm() / other.logits.norm())
 
 
 def largest(differences: list[float]) -> float:
-    """Returns the largest number; not a number if any is not."""
+    """Returns the largest number; NaN if any is NaN."""
     return float(np.max(differences))
 
 
@@ -117,7 +117,7 @@ def documents_dataset() -> Dataset:
 
 
 def loader_of(transport: Transport, planner: PlacedPlanner | None = None) -> PlacedLoader:
-    """Returns all documents in one micro-batch, placed as for a model of full attention unless a planner is given."""
+    """Returns all documents in one micro-batch; without a planner, placed as for a model of full attention."""
     num_ranks = transport.world_size
     planner = planner or PlacedPlanner(context_for(num_ranks), num_ranks)
     return PlacedLoader(documents_dataset(), planner, transport, torch.device("cpu"))
@@ -130,7 +130,7 @@ def context_for(num_ranks: int) -> ParallelContext:
 
 
 def planner_of(model: PreTrainedModel, num_ranks: int) -> PlacedPlanner:
-    """Returns what places all documents as mixers of the model need it."""
+    """Returns a planner that places all documents as mixers of the model require."""
     whole_documents, halo_tokens = needs_whole_documents(model), halo_tokens_for(model)
     context = context_for(num_ranks)
     return PlacedPlanner(context, num_ranks, whole_documents=whole_documents, halo_tokens=halo_tokens)
@@ -167,7 +167,7 @@ def loss_alone(model: PreTrainedModel, logits: list[torch.Tensor] | None = None)
 
 
 def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
-    """Runs the step on documents that are placed on ranks; returns their mean, as data parallelism makes it.
+    """Runs the step on documents that are placed on ranks, and returns the mean of ranks, as in data parallelism.
 
     Raises:
         DistCAError: the model is refused, before its first forward pass or in it.
@@ -207,26 +207,26 @@ def _mean(ranks: list[tuple[Step, torch.Tensor]]) -> Step:
 
 
 def gradients_of(model: PreTrainedModel) -> torch.Tensor:
-    """Returns gradients of all parameters, one after the other; zeros where a parameter had no part."""
+    """Returns gradients of all parameters, one after the other; zeros for a parameter that took no part."""
     return torch.cat(
         [torch.zeros_like(x).flatten() if x.grad is None else x.grad.flatten() for x in model.parameters()]
     )
 
 
 NUM_RANKS = 2
-# Largest relative difference that is rounding in fp32; up to 1.0e-05 was measured over all classes
+# Largest relative difference that counts as rounding in fp32. Up to 1.0e-05 was measured over all classes
 # (scripts/models/classes.md).
 LARGEST_DIFFERENCE = 5e-5
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """Relative differences of a step on ranks from the same documents each by itself.
+    """Relative differences of a step on ranks from a step on each document by itself.
 
     Attributes:
-        logits: norm of the difference over the norm; None where the model returns none.
+        logits: norm of the difference over the norm; None if the model returns none.
         loss, gradients: likewise.
-        in_training_mode: whether the model was in training mode; one that draws random numbers there is not.
+        in_training_mode: whether the model was in training mode; False if it draws random numbers in that mode.
     """
 
     logits: float | None
@@ -249,7 +249,7 @@ class Numerics:
         return f"{logits}loss by {self.loss:.1e}, gradients by {self.gradients:.1e}"
 
     def as_json(self) -> dict[str, object]:
-        """Returns all fields, and the limit; None for a difference that is not a number."""
+        """Returns all fields, and the limit; None for a NaN."""
         fields = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
@@ -260,8 +260,8 @@ class Numerics:
 def compare(tiny: TinyModel) -> Numerics:
     """Runs a step on two ranks and on every document by itself, and compares them.
 
-    A model whose single documents differ from run to run draws random numbers in training. It is compared as in
-    evaluation.
+    If results of single documents differ from run to run, the model draws random numbers in training, and is compared
+    in evaluation mode.
 
     Raises:
         Exception: whatever the model raises; a DistCAError if it is refused.
@@ -276,7 +276,7 @@ def compare(tiny: TinyModel) -> Numerics:
 
 
 def _alone(tiny: TinyModel, seed: int = 0) -> Step:
-    """Returns the step on each document by itself; random numbers that the model draws follow the seed."""
+    """Returns the step on each document by itself; `seed` seeds the model's random numbers."""
     model = tiny.build_plain()
     torch.manual_seed(seed)
     return step_alone(model)

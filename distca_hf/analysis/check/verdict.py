@@ -1,9 +1,9 @@
 """Verdict: whether a model works on distca, works with limits, or is refused, and why.
 
-Three looks, the first two with the functions that training runs. The model's modules and configuration are checked on
-torch's meta device (`integrations.models.check.refusals`). Kernels are chosen for the device that is asked about. Then
-a tiny version of the model trains a step on two ranks (`trial`). Some classes ask for what is not computed in their
-first forward pass only, and one that mixes tokens in a way that its structure does not show has other numbers.
+There are three checks, the first two with the functions that training runs. The model's modules and configuration are
+checked on torch's meta device (`integrations.models.check.refusals`). Kernels are chosen for the given device. Then a
+tiny version of the model trains a step on two ranks (`trial`): some classes need something unsupported only in their
+first forward pass, and a class that mixes tokens in a way that its structure does not show gets other numbers.
 """
 
 import inspect
@@ -45,17 +45,17 @@ from distca_hf.kernels.registry import KERNELS, why_not
 
 
 Status = Literal["works", "works with limits", "refused"]
-# Most parameters of a tiny version that is tried.
+# Most parameters of a tiny version to try.
 MOST_PARAMETERS = 30_000_000
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernels for layers that need the same.
+    """Kernels for layers with the same needs.
 
     Attributes:
-        able: kernels that can compute them, the fastest first; the first whose package is installed is taken.
-        unable: why each other kernel for this kind of device cannot; without those that only their name brings.
+        able: kernels that can compute them, the fastest first; the first installed one is taken.
+        unable: why each other kernel for this kind of device cannot; without kernels that are taken only by name.
     """
 
     need: KernelNeed
@@ -73,7 +73,7 @@ class KernelChoice:
 
     @property
     def needs_package(self) -> str:
-        """How the kernels are installed, if none of those that can compute comes with torch; else empty."""
+        """How to install the kernels, if none of the able ones comes with torch; else empty."""
         if not self.able or any(KERNELS[name].module is None for name in self.able):
             return ""
         return KERNELS[self.able[0]].install
@@ -92,7 +92,7 @@ class KernelChoice:
 
 
 def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> DecoderSize | None:
-    """Counts the weights of a model; None if its layers cannot be told apart, or it has or shows no embedding.
+    """Counts the weights of a model; None if its layers cannot be told apart, or no embedding is found.
 
     Weights that several modules share count once, in the first of them.
     """
@@ -111,7 +111,7 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
     counted: Counter[LayerSize] = Counter()
     for name, kind in zip(names, kinds, strict=True):
         of_attention = sum(_numbers(module) for inside, module in attention.items() if inside.startswith(f"{name}."))
-        # Of experts a token passes the ones that it is sent to, or all if the model does not say how many these are.
+        # A token passes the experts that it is sent to, or all if the model does not give their number.
         passed = 0.0
         for inside, parameter in modules[name].named_parameters():
             share = share_of(f"{name}.{inside}", shares)
@@ -145,12 +145,12 @@ class Verdict:
     Attributes:
         status: see above.
         reasons: why it is refused; empty if it is not.
-        limits: what a training must keep to, each a sentence.
-        notes: what is worth knowing besides.
+        limits: limits of a training, each a sentence.
+        notes: further sentences.
         kinds: how each decoder layer mixes tokens, in order.
         longest_document_tokens: longest document that is accepted; None if any is.
         whole_documents: whether documents stay whole on a rank.
-        numerics: of the tiny version; None if it was not tried, or refused before.
+        numerics: of the tiny version; None if it was not tried, or was refused.
     """
 
     status: Status
@@ -184,7 +184,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
 
     Args:
         capacity_tokens: tokens that all ranks together hold, and so the longest document.
-        tries: whether a tiny version trains a step, if nothing else is against the model.
+        tries: whether a tiny version trains a step, if the model is not refused before.
 
     Raises:
         ConfigError: the class cannot be built with this configuration.
@@ -195,7 +195,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
     position_limits = PositionLimits(model)
     longest = position_limits.longest_tokens
     if not found.reasons:
-        # Longer documents than a model can take are refused by their lengths, and not the model by theirs.
+        # Too long documents are refused by their lengths; they are not a reason to refuse the model.
         longest_accepted = min(capacity_tokens, longest) if longest else 1
         found.reasons += refusals(model, longest_accepted)
         parameters = inspect.signature(model.forward).parameters.values()
@@ -226,7 +226,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
 
 
 def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
-    """Adds what Trainer says of quantised weights (`validate_quantization_for_training`): it trains none of them."""
+    """Adds Trainer's refusal of quantised weights (`validate_quantization_for_training`), which it does not train."""
     parts = (config, config.get_text_config())
     given = [part.quantization_config for part in parts if getattr(part, "quantization_config", None) is not None]
     if not given:
@@ -279,7 +279,7 @@ def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:
 
 
 def _kernels(model: PreTrainedModel, gpu: Gpu, capacity_tokens: int, found: _Findings) -> list[KernelChoice]:
-    """Returns the kernels for the layers of a model; layers that no kernel computes are a reason against it."""
+    """Returns the kernels for the layers of a model. Layers that no kernel computes are a reason to refuse it."""
     if not attention_layers(model):
         return []
     try:
@@ -341,7 +341,7 @@ def _limits(
 
 
 def _try(candidate: Candidate, found: _Findings) -> None:
-    """Trains a step of a tiny version on two ranks, and adds what came of it."""
+    """Trains a step of a tiny version on two ranks, and adds the result."""
     tiny = make_tiny(candidate)
     if tiny is None:
         found.limits.append("it was not tried: no tiny version of its configuration could be built")
@@ -368,14 +368,14 @@ def _try(candidate: Candidate, found: _Findings) -> None:
 def make_tiny(candidate: Candidate) -> TinyModel | None:
     """Returns a tiny version of a model that can be built; None if there is none.
 
-    One with the flags of its configuration is preferred to one with its class's.
+    Prefers a version with the flags of its configuration to one with the flags of its class.
     """
     for config_of in (lambda: tiny_version(candidate.config), lambda: tiny_config(type(candidate.config))):
         try:
             tiny = TinyModel(config_of(), candidate.make)
             if tiny.num_parameters() <= MOST_PARAMETERS:
                 return tiny
-        except Exception:  # a configuration or a class that does not go with small sizes
+        except Exception:  # a configuration or a class that does not work with small sizes
             continue
     return None
 

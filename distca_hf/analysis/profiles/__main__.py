@@ -35,8 +35,8 @@ def main_figures(profile: ClusterProfile, file: Path) -> dict[str, Any]:
         of a large matrix product; `attention_tokens`: queries of the longest document that was measured;
         `attention_forward_flops`, `attention_backward_flops`: operations per second for that document;
         `layer_tokens_per_second`: tokens that one layer without attention computes forward and backward, kept in
-        between, of the first measured layer in its largest call; `within_node`, `between_nodes`: links, None where
-        they were not measured: bytes per second of the largest size, and seconds of an exchange of the smallest.
+        between, of the first measured layer in its largest call; `within_node`, `between_nodes`: links, None if not
+        measured: bytes per second of the largest size, and seconds of an exchange of the smallest.
     """
     made, attention = profile.made, profile.attention[0]
     layer, pairs = profile.layers[0], causal_pairs(0, int(attention.square_tokens[-1]))

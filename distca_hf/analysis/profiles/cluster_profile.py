@@ -1,7 +1,7 @@
 """The file of a profile: times of GPUs and links, and where they come from.
 
-A file has a number of its form (`SCHEMA`). One of another form is refused, and so is any other JSON file, or one with
-a name that is not known here: numbers of a file that is half understood would be wrong without a word.
+A file has a schema number (`SCHEMA`). Files with another one are refused, and so are other JSON files and files with
+unknown names: numbers of a half-understood file would be silently wrong.
 """
 
 import json
@@ -19,29 +19,29 @@ from distca_hf.version import __version__
 from distca_hf.whole_file import read_at_most
 
 
-# Number of the form of the file; it changes with every change that an older reader would misunderstand.
+# Schema of the file; changes with every change that an older reader would misunderstand.
 SCHEMA = 1
 KIND = "distca_hf cluster profile"
 # Names in a file: its head, the parts of a profile, and the table of the setting `kernel_times`.
 HEAD = ("kind", "schema", "distca_hf")
 PARTS = ("made", "attention", "layers", "rates", "within_node", "between_nodes")
 NAMES = (*HEAD, *PARTS, "kernel_times")
-# Largest file that is read: a thousand times one of ours.
+# Largest file that is read: a thousand times the size of ours.
 MOST_BYTES = 2**25
 OF_ANOTHER_VERSION = "install the version that wrote it, or measure again with `distca profile`"
 
 Numbers = tuple[float, ...]
 Table = tuple[Numbers, ...]
-# Least and most of a number that is measured, in any unit: a few of them multiplied or divided are finite, too.
+# Limits of measured numbers, in any unit: products and quotients of a few of them are still finite.
 LEAST, MOST = 1e-30, 1e30
 
 
 class UnknownNamesError(ValueError):
-    """Names of another version: nothing is damaged, and what they mean is not known here."""
+    """Names of another version: the file is not damaged, but this version does not know what they mean."""
 
 
 def check_names(where: str, content: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises UnknownNamesError where content has names that are not known."""
+    """Raises UnknownNamesError if content has unknown names."""
     if unknown := set(content) - {*known}:
         raise UnknownNamesError(f"{where} has {', '.join(sorted(unknown))}")
 
@@ -61,7 +61,7 @@ def read_dataclass(cls: Any, content: Mapping[str, Any]) -> Any:
 
 
 def _check_single(name: str, kind: Any, value: Any) -> None:
-    """Raises ValueError where a single value is of another kind than its field, or out of range."""
+    """Raises ValueError if a single value is not of its field's type, or out of range."""
     if kind not in (int, float, str, bool):
         return
     if type(value) is not kind and not (kind is float and type(value) is int):
@@ -77,7 +77,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 def check_curve(name: str, sizes: Sequence[float], *times: Sequence[float]) -> None:
-    """Raises ValueError where sizes do not rise, or times are not as many, finite and above 0."""
+    """Raises ValueError if sizes do not rise, or times are not equally many, finite and above 0."""
     check_rising(name, sizes)
     for seconds in times:
         if len(seconds) != len(sizes):
@@ -93,7 +93,7 @@ def check_rising(name: str, sizes: Sequence[float]) -> None:
 
 
 def check_positive(name: str, values: Sequence[float]) -> None:
-    """Raises ValueError where a value is not above 0, or not within what can be measured."""
+    """Raises ValueError if a value is not above 0, or not within what can be measured."""
     if not all(LEAST <= value <= MOST for value in values):
         raise ValueError(f"{name}: {values} are not all above 0, between {LEAST:g} and {MOST:g}")
 
@@ -122,7 +122,7 @@ class Made:
 
 @dataclass(frozen=True)
 class AttentionTimes:
-    """Seconds of one task of the attention kernel, all heads of it.
+    """Seconds of one task of the attention kernel, for all heads.
 
     A task is computed as in training: a causal *square* against the keys of its queries, and a *prefix* without a mask
     against the keys before. Short tasks are measured many in one call.
@@ -151,7 +151,7 @@ class AttentionTimes:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of all of a decoder layer except core attention: projections, MLP, norms, rotary embeddings, sums.
+    """Seconds of a decoder layer without core attention: projections, MLP, norms, rotary embeddings, sums.
 
     Attributes:
         hidden_size, mlp_size, heads, kv_heads, head_dim: of a gated MLP and its attention.
@@ -176,14 +176,14 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of a GPU for all that is not measured by size.
+    """Rates of a GPU for everything that is not measured by size.
 
     Attributes:
         matrix_flops: operations per second of a large matrix product.
         copy_bytes: bytes per second that a copy reads and writes.
         optimizer_seconds: AdamW, per parameter of a rank, in fp32.
         head_seconds: last matrix and loss, forward and backward, per token and 1,000 entries of the vocabulary.
-        head_hidden_size: size of a token's vector where that was measured.
+        head_hidden_size: size of a token's vector in that measurement.
     """
 
     matrix_flops: float
@@ -205,9 +205,9 @@ class LinkTimes:
         products_beside: seconds by which a second of gathering delays matrix products meanwhile.
         ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
         one_way: `[sizes]` seconds of an exchange in which every second rank sends to the others, and receives
-            nothing; empty where it was not measured.
-        to_next: `[sizes]` seconds in which every rank sends keys and values to the next one, as rings do; empty
-            likewise.
+            nothing; empty if not measured.
+        to_next: `[sizes]` seconds in which every rank sends keys and values to the next one, as rings do; empty if
+            not measured.
     """
 
     ranks: int
@@ -233,7 +233,7 @@ class ClusterProfile:
         attention: tables of the kernel, full attention of all heads first.
         layers: of layers of several sizes.
         rates: everything else of a GPU.
-        within_node, between_nodes: links; None where they were not measured.
+        within_node, between_nodes: links; None if not measured.
         source: file or name that it was read from.
     """
 
@@ -255,7 +255,7 @@ class ClusterProfile:
         """Reads a file that `profiles.__main__.write` wrote.
 
         Raises:
-            ConfigError: the file cannot be read, is none of ours, or of another form.
+            ConfigError: the file cannot be read, is not a cluster profile, or has another schema.
         """
         try:
             with path.open("rb") as file:
@@ -308,7 +308,7 @@ class ClusterProfile:
         return {"kind": KIND, "schema": SCHEMA, "distca_hf": __version__, **content}
 
     def _check(self) -> None:
-        """Raises ValueError where sizes do not rise, or numbers of times differ from numbers of sizes."""
+        """Raises ValueError if sizes do not rise, or numbers of times differ from numbers of sizes."""
         if not self.attention or not self.layers:
             raise ValueError("no attention, or no layers")
         if self.attention[0].window_tokens:
@@ -332,7 +332,7 @@ class ClusterProfile:
 
 
 FOLDER = "distca_hf.analysis.profiles"
-# Profile that is taken where none is named, and file that one is written to.
+# Profile that is used if none is named, and file that one is written to.
 DEFAULT_PROFILE, DEFAULT_FILE = "h200", Path("cluster.json")
 
 
@@ -346,7 +346,7 @@ def find_profile(name: str) -> ClusterProfile:
     """Returns the profile of a file, or the shipped one of a name.
 
     Raises:
-        ConfigError: there is neither; of a GPU without a profile it names the nearest one that has one.
+        ConfigError: there is neither. For a GPU without a profile, names the nearest GPU with one.
     """
     shipped = shipped_profiles()
     if name.lower() in shipped:
@@ -378,16 +378,16 @@ def profile_of_device(device: str) -> ClusterProfile | None:
 
 
 def gpu_gib_of(profile: ClusterProfile, given: float | None = None) -> float:
-    """Returns the memory of a GPU that was given, or that of a profile, in GiB; of an unknown one that of an H100."""
+    """Returns the given memory of a GPU in GiB, or else its profile's; an H100's if the GPU is unknown."""
     return (known_gib(profile) or H100_GIB) if given is None else given
 
 
 def known_gib(profile: ClusterProfile) -> float | None:
-    """Returns the memory of the GPU of a profile, in GiB; None of an unknown one."""
+    """Returns the memory of the GPU of a profile, in GiB; None if the GPU is unknown."""
     gpu = gpu_of_device(profile.made.device)
     return None if gpu is None else gpu.gib
 
 
 def _peak(name: str) -> float | None:
-    """Returns the peak of a GPU that is named in short, such as h100 or a100."""
+    """Returns the peak of a GPU by a short name, such as h100 or a100."""
     return peak_flops(name.replace("_", " "))

@@ -1,7 +1,7 @@
 """Curves: times between measured sizes.
 
-Rates, not times, are interpolated, on logarithmic axes: a time grows over orders of magnitude, its rate hardly. Beyond
-the measured sizes the rate stays that of the border, and whoever asked gets a note of it.
+Rates are interpolated instead of times, on logarithmic axes: a time grows over orders of magnitude, its rate hardly
+changes. Beyond the measured sizes the rate stays as at the border, and a note reports it.
 """
 
 from collections.abc import Sequence
@@ -149,7 +149,7 @@ class Surface:
     seconds: FloatArray
 
     def at(self, rows: FloatArray, columns: FloatArray, notes: Notes) -> FloatArray:
-        """Returns `[...]` seconds for `[...]` pairs of sizes; 0 where one of them is 0."""
+        """Returns `[...]` seconds for `[...]` pairs of sizes; 0 if one of them is 0."""
         rows, columns = np.asarray(rows, dtype=np.float64), np.asarray(columns, dtype=np.float64)
         some = (rows > 0) & (columns > 0)
         row, row_part = between(self.rows, np.maximum(rows, 1))
@@ -199,8 +199,8 @@ def kernel_times_of(times: AttentionTimes) -> dict[str, Any]:
 
 
 def _row(times: AttentionTimes, queries: float, keys: FloatArray) -> FloatArray:
-    """Returns `[keys]` seconds of the last queries of documents of so many tokens; beyond measured prefixes, rates are
-    the border's."""
+    """Returns `[keys]` seconds of the last queries of documents of this many tokens; beyond measured prefixes, rates
+    are the border's."""
     notes, total = Notes(), np.zeros(len(keys))
     before = np.maximum(0.0, keys - queries)
     for square, prefix in (

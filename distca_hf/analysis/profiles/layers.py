@@ -1,12 +1,12 @@
-"""Seconds of a decoder layer, of core attention and of all else, and rates of the rest of a step.
+"""Seconds of a decoder layer, separately of core attention and everything else, and rates of the rest of a step.
 
 Attention is measured for tasks as training has them. A rank holds the keys of its own queries, and receives the
 prefix. So a task is a causal call over as many keys as queries (the square), and a call without a mask over the
 prefix, whose output is merged and whose gradient of queries is added. Short tasks are measured many in one call.
 
-The layer is Transformers' own of a Llama, in bf16, with a function in the place of attention that computes nothing: it
-returns stored random numbers, and hands gradients on. So products, norms, rotary embeddings and sums are from
-training. Weights are local; FSDP's collectives are measured by themselves.
+The layer is Transformers' Llama layer, in bf16. Its attention is replaced by a function that computes nothing: it
+returns stored random numbers, and passes gradients on. So products, norms, rotary embeddings and sums are as in
+training. Weights are local; FSDP's collectives are measured separately.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ class Clock:
     """Times calls of a device.
 
     Attributes:
-        enough_seconds: a call is repeated until it took so long in all.
+        enough_seconds: a call is repeated until it has taken this long in total.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class Clock:
     most: int = 20
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Returns the median of the calls that come after the first one."""
+        """Returns the median over all calls after the first one."""
         run()
         times: list[float] = []
         while len(times) < self.fewest or (sum(times) < self.enough_seconds and len(times) < self.most):
@@ -64,7 +64,7 @@ class Clock:
         return statistics.median(times)
 
     def busy(self, run: Callable[[], object], seconds: float) -> None:
-        """Repeats a call for so long: clocks of a GPU fall while it gets warm."""
+        """Repeats a call for this long: clocks of a GPU fall while it gets warm."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._once(run)
@@ -108,7 +108,7 @@ class AttentionBench:
     """The kernel of a device, and how large calls are.
 
     Attributes:
-        call_queries, call_keys: a call has about so many queries, and no more keys than these, if a task has fewer.
+        call_queries, call_keys: a call of short tasks has about this many queries, and at most this many keys.
     """
 
     clock: Clock
@@ -128,7 +128,7 @@ class AttentionBench:
             heads: query heads, KV heads, and the dimension of a head.
 
         Raises:
-            UnsupportedAttentionError: none can compute these heads.
+            UnsupportedAttentionError: no kernel can compute these heads.
         """
         dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
         query, key_value, dim = heads
@@ -142,7 +142,7 @@ class AttentionBench:
         return self.clock.seconds(forward) / tasks, self.clock.seconds(backward) / tasks
 
     def calls(self, size: TaskSize) -> tuple[Callable[[], object], Callable[[], object], int]:
-        """Prepares calls of one size; returns forward, backward, and how many tasks they have."""
+        """Prepares calls of one size; returns forward, backward, and their number of tasks."""
         tasks = max(1, min(self.call_queries // size.queries, self.call_keys // size.keys))
         rows, key_rows = tasks * size.queries, tasks * size.keys
         q, dout, dq, own_dq = (self._random(rows, size.heads) for _ in range(4))
@@ -218,7 +218,7 @@ class LayerBench:
     dtype: torch.dtype
 
     def layer(self, size: LayerSize, tokens: tuple[int, ...], liger: bool) -> LayerTimes:
-        """Returns the times of a layer for calls of so many tokens, rising."""
+        """Returns the times of a layer for calls of these ascending numbers of tokens."""
         rows = [self._layer_seconds(size, number, liger) for number in tokens]
         forward, kept, backward = (tuple(column) for column in zip(*rows, strict=True))
         sizes = (size.hidden_size, size.mlp_size, size.heads, size.kv_heads, size.head_dim)
@@ -306,7 +306,7 @@ class LayerBench:
 
 
 def use_liger(layer: LlamaDecoderLayer) -> None:
-    """Puts Liger's norms and MLP into a layer. Rotary embeddings stay: Liger replaces them for all models at once."""
+    """Puts Liger's norms and MLP into a layer, but not its rotary embeddings, which Liger replaces for all models."""
     from liger_kernel.transformers.rms_norm import LigerRMSNorm
     from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
 

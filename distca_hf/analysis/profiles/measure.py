@@ -1,7 +1,7 @@
 """Measures a cluster: every process of `distca profile` runs this, one for each GPU.
 
-Ranks share the sizes of the attention kernel between them, and are all busy at the same time, as in training. Layers
-are measured by all, and the mean is kept. Links are measured last.
+Ranks divide the sizes of the attention kernel among them, and are all busy at the same time, as in training. All ranks
+measure layers, and the mean is kept. Links are measured last.
 """
 
 import platform
@@ -51,8 +51,8 @@ class Grid:
         heads: query heads, KV heads, and the dimension of a head.
         squares, prefix_queries, prefix_keys: of tasks with all heads.
         group_squares, group_queries, group_keys: of tasks with one KV head and its query heads.
-        windows, window_squares: sliding windows, and the squares that are measured with them.
-        call_tokens: queries and keys that a call of short tasks has.
+        windows, window_squares: sliding windows, and the squares to measure with them.
+        call_tokens: queries and keys of a call of short tasks.
         layers: each with tokens of a call.
         rates: rows of a square matrix; hidden size, tokens and vocabulary of the head.
         num_bytes: bytes that ranks send each other.
@@ -78,7 +78,7 @@ class Grid:
 
     @classmethod
     def of_gpu(cls, heads: tuple[int, int, int], layer: LayerSize) -> "Grid":
-        """Returns the sizes for a GPU, and a model with these heads and such a layer."""
+        """Returns the sizes for a GPU, and a model with these heads and this layer."""
         layers = (layer, *(other for other in GPU_LAYERS if other != layer))
         return cls(
             heads=heads,
@@ -129,7 +129,7 @@ class Grid:
 
     @cached_property
     def tasks(self) -> list[TaskSize]:
-        """All tasks, the most work first, so that ranks get about equally much."""
+        """All tasks, most work first: ranks then get about equal work."""
 
         def most_work(size: TaskSize) -> tuple[int, int]:
             return -size.queries * size.keys * size.heads, size.window_tokens
@@ -153,7 +153,7 @@ T = TypeVar("T")
 
 
 class MeasuringProgress:
-    """Shows what is measured, on rank 0 only: a bar of `rich`, or lines without it or without a terminal."""
+    """Shows on rank 0 what is being measured: a bar of `rich`, or lines without `rich` or a terminal."""
 
     def __init__(self, shown: bool, total: int) -> None:
         self._shown, self._total, self._done, self._words = shown, total, 0, ""
@@ -240,7 +240,7 @@ class Measuring:
         )
 
     def links_of(self, profile: ClusterProfile) -> ClusterProfile:
-        """Measures only the network, and returns a profile that has them between nodes. A collective call."""
+        """Measures only the network, and returns a profile with links between nodes. A collective call."""
         attention = AttentionBench.choose(self._clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
         progress = MeasuringProgress(self.ranks.rank == 0, len(self._link_steps))
         with progress.bar():
@@ -257,7 +257,7 @@ class Measuring:
 
     @property
     def _link_steps(self) -> list[tuple[bool, int]]:
-        """Sizes of exchanges within a node, and between nodes, as far as there are such ranks."""
+        """Sizes of exchanges within a node, and between nodes, if there are ranks for both."""
         per_node = self.ranks.ranks_per_node
         scopes = [*([False] if per_node > 1 else []), *([True] if self.ranks.has_several_nodes else [])]
         return [(between, num_bytes) for between in scopes for num_bytes in self.grid.num_bytes]
@@ -320,7 +320,7 @@ class Measuring:
             return None
         ranks, sizes = self.ranks, tuple(map(float, self.grid.num_bytes))
         exchange, all_gather, reduce_scatter, one_way, to_next = (tuple(column) for column in zip(*rows, strict=True))
-        # Something to send that takes about half as long as the kernels that run meanwhile.
+        # Sending should take about half as long as the kernels that run meanwhile.
         forward, _, _ = attention.calls(self.grid.beside)
         target = ranks.slowest(forward, FEWEST_CALLS, "measuring kernels") / 2
         num_bytes = _bytes_within(target, sizes, exchange)
@@ -384,7 +384,7 @@ def _table(kind: TaskSize, seconds: dict[TaskSize, tuple[float, float]], head_di
 
 
 def _bytes_within(seconds: float, sizes: Sequence[float], times: Sequence[float]) -> int:
-    """Returns the largest size, between the measured ones, that takes no longer; equal times give equal sizes."""
+    """Returns the largest size, between measured ones, that takes at most this long; equal times give equal sizes."""
     curve, many = Curve.of("bytes", sizes, times), np.geomspace(sizes[0], sizes[-1], 200)
     fits = many[curve.at(many, Notes()) <= seconds]
     return int(fits[-1]) if len(fits) else int(sizes[0])

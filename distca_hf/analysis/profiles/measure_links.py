@@ -1,10 +1,10 @@
 """Times of exchanges and collectives between the ranks of a job, for `distca profile`.
 
-Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives and a ring's
-sends go over the default group, as there. With several nodes, all are measured among the ranks of one node, and to
-ranks of others.
+Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives and a ring's sends
+go over the default group, as in FSDP and published rings. With several nodes, all are measured among the ranks of one
+node, and to ranks of others.
 
-All functions are collective calls: every rank makes the same ones in the same order. Times are the slowest's.
+All functions are collective calls: every rank makes the same ones in the same order. Times are of the slowest rank.
 """
 
 import statistics
@@ -22,15 +22,15 @@ from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.errors import ConfigError
 
 
-# Bytes of a row that is exchanged; keys and values of one token of an 8B Llama have four times as many.
+# Bytes of an exchanged row; keys and values of one token of an 8B Llama have four times as many.
 ROW_BYTES = 1024
-# Numbers of each rank's part of a collective are a multiple of this. Where parts begin at multiples of 16 bytes, as
+# Each rank's part of a collective has a multiple of this many numbers. If parts begin at multiples of 16 bytes, as
 # FSDP's do if ranks divide all sizes, NCCL copies 16 bytes at once. Other parts took 1.5 to 2.2 times as long.
 ALIGNED_NUMBERS = 64
 
 
 class Sends:
-    """Something that is sent while kernels run, again and again."""
+    """Something that is sent repeatedly while kernels run."""
 
     def start(self) -> None:
         """Starts to send."""
@@ -79,7 +79,7 @@ class Exchanges(Sends):
 
 
 class OnOwnStream(Sends):
-    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs it runs with nothing."""
+    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs nothing runs at the same time."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
         self._run, self._stream = run, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -98,10 +98,10 @@ class OnOwnStream(Sends):
 
 
 def ring_sends(num_bytes: int, to: int, by: int, device: torch.device) -> Callable[[], object]:
-    """Returns a call that sends keys and values of so many bytes to a rank, and receives as many from another.
+    """Returns a call that sends keys and values of this many bytes to a rank, and receives as many from another.
 
-    They go over the default group, as in published rings. With NCCL such pairs of calls are faster than an all-to-all
-    that has bytes only for one rank.
+    They go over the default group, as in published rings. With NCCL these pairs of calls are faster than an all-to-all
+    with bytes for only one rank.
     """
     own, others = (
         [torch.zeros(part_elements(num_bytes // 2, 2), device=device, dtype=torch.bfloat16) for _ in "kv"]
@@ -118,24 +118,25 @@ def ring_sends(num_bytes: int, to: int, by: int, device: torch.device) -> Callab
 
 
 def part_elements(num_bytes: int, ranks: int) -> int:
-    """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have about so many bytes."""
+    """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have about this many
+    bytes."""
     return ALIGNED_NUMBERS * max(1, round(num_bytes / 2 / max(1, ranks - 1) / ALIGNED_NUMBERS))
 
 
 def _rows_of(num_bytes: int, peers: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns `[ranks]` rows, of so many bytes together, for each peer as many."""
+    """Returns `[ranks]` rows, of this many bytes together, for each peer as many."""
     each = max(1, round(num_bytes / max(1, len(peers)) / ROW_BYTES))
     return [each if rank in peers else 0 for rank in range(num_ranks)]
 
 
 # Time within which all ranks must come to an exchange: one of them may still compile a kernel.
 PATIENCE_SECONDS = 600.0
-# A series of calls has about so many bytes, and so many calls at least and at most.
+# Approximate bytes of a series of calls, and its least and most calls.
 SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
 SERIES = 3
 # Unit of times that ranks show each other: only integers go over the wire.
 TICKS_PER_SECOND = 10**12
-# Newer torch has other names for these two, and warns of the old ones.
+# Newer versions of torch have other names for these two, and warn about the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -176,7 +177,7 @@ class MeasuringRanks:
         """Opens process groups over all launched ranks; a single rank needs none.
 
         Raises:
-            ConfigError: nodes have unequally many ranks, or a GPU is missing.
+            ConfigError: nodes have unequal numbers of ranks, or a GPU is missing.
         """
         device = torch.device("cpu") if use_cpu else torch.device("cuda", local_rank)
         if not use_cpu:
@@ -196,7 +197,7 @@ class MeasuringRanks:
         return replace(opened, node_group=[dist.new_group(ranks) for ranks in nodes][opened.rank // ranks_per_node])
 
     def _check_nodes(self, local_rank: int) -> None:
-        """Checks on all ranks alike that their nodes have equally many; closes all groups if they have not.
+        """Checks, the same on all ranks, that nodes have equally many ranks; closes all groups if they have not.
 
         Args:
             local_rank: number of this rank on its node.
@@ -229,7 +230,7 @@ class MeasuringRanks:
         return self.num_ranks > self.ranks_per_node
 
     def gathered(self, seconds: Sequence[float], where: str) -> list[list[float]]:
-        """Returns the times that every rank gives; equally many on all."""
+        """Returns the times of every rank; all must give equally many."""
         ticks = [round(value * TICKS_PER_SECOND) for value in seconds]
         every = self.transport.gather(ticks, where).wait()
         return [[value / TICKS_PER_SECOND for value in ranks] for ranks in every]
@@ -253,19 +254,19 @@ class MeasuringRanks:
         ]
 
     def exchange(self, num_bytes: int, between_nodes: bool) -> Exchanges:
-        """Prepares exchanges in which every rank sends and receives so many bytes, the same to each peer."""
+        """Prepares exchanges in which every rank sends and receives this many bytes, the same to each peer."""
         peers = self.peers(between_nodes)
         return self._exchanges(num_bytes, peers, peers)
 
     def to_next(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
-        """Prepares what a ring does: every rank sends keys and values of so many bytes to the next one, of its node or
-        on the next node, and receives as many from the one before."""
+        """Prepares what a ring does: every rank sends keys and values of this many bytes to the next one, of its node
+        or on the next node, and receives as many from the one before."""
         place, places = self._place(between_nodes)
         before, behind = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
         return ring_sends(num_bytes, behind, before, self.device)
 
     def one_way(self, num_bytes: int, between_nodes: bool) -> Exchanges:
-        """Prepares exchanges in which every second rank sends so many bytes, the same to each of the others, which
+        """Prepares exchanges in which every second rank sends this many bytes, the same to each of the others, which
         receive as many; if ranks are odd in number, the last one does nothing."""
         place, places = self._place(between_nodes)
         halves = [[self._rank_at(at, between_nodes) for at in range(first, places // 2 * 2, 2)] for first in (0, 1)]
@@ -274,7 +275,7 @@ class MeasuringRanks:
         return self._exchanges(num_bytes, [] if place % 2 else halves[1], halves[0] if place % 2 else [])
 
     def exchange_seconds(self, exchanges: Exchanges, num_bytes: int) -> float:
-        """Times exchanges of so many bytes through the product's transport."""
+        """Times exchanges of this many bytes through the product's transport."""
         return self.slowest(exchanges.run, calls_of(num_bytes), "measuring an exchange")
 
     def _exchanges(self, num_bytes: int, to: Sequence[int], by: Sequence[int]) -> Exchanges:
@@ -292,14 +293,14 @@ class MeasuringRanks:
         return place * self.ranks_per_node + own if between_nodes else node * self.ranks_per_node + place
 
     def all_gather(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
-        """Prepares all-gathers in which every rank receives so many bytes from others."""
+        """Prepares all-gathers in which every rank receives this many bytes from others."""
         group, ranks = self._group(between_nodes)
         part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
         whole = part.new_empty(part.numel() * ranks)
         return lambda: ALL_GATHER(whole, part, group=group)
 
     def reduce_scatter(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
-        """Prepares reduce-scatters in which every rank sends so many bytes to others."""
+        """Prepares reduce-scatters in which every rank sends this many bytes to others."""
         group, ranks = self._group(between_nodes)
         part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
         whole = part.new_zeros(part.numel() * ranks)

@@ -1,4 +1,4 @@
-"""Figures: all that a page shows, whatever it was read from. The page draws them, and `--json` prints them."""
+"""Figures: everything that a page shows, from any source. The page draws them, and `--json` prints them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from distca_hf.arrays import ceil_div
 # Kind and version of the JSON that `distca report --json` prints.
 KIND, VERSION = "distca-report", 1
 
-# A number of each rank; None where it is not known.
+# A number of each rank; None if it is not known.
 OfRanks = Sequence[float | None]
 
 
@@ -25,12 +25,12 @@ class Seconds:
     Attributes:
         rates: the profile, or the GPU, by which they are predicted; empty if nothing is predicted.
         source: the same as text.
-        predicted_attention, predicted_rest: of attention, and of all else but the optimizer.
+        predicted_attention, predicted_rest: of attention, and of everything else except the optimizer.
         attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
-            sending and merging; and all else of the pass, with waiting in collectives of the framework.
-        step: from the beginning of a micro-batch to that of the next one.
+            sending and merging; and everything else of the pass, including waiting in the framework's collectives.
+        step: from the beginning of a micro-batch to the beginning of the next one.
         waiting_for_servers: the most of `waiting` that can be for servers, while one computes for longer than this
-            rank. Only of ranks that hold tokens. Empty without traces of servers.
+            rank. Only for ranks that hold tokens. Empty without traces of servers.
     """
 
     rates: str = ""
@@ -46,14 +46,14 @@ class Seconds:
 
     @property
     def passed(self) -> np.ndarray:
-        """`[ranks]` measured seconds of the pass; NaN where they are not known."""
+        """`[ranks]` measured seconds of the pass; NaN if they are not known."""
         parts = (self.attention, self.waiting, self.exchange, self.rest)
         passed: np.ndarray = np.sum([numbers_of(part) for part in parts], axis=0)
         return passed
 
 
 def numbers_of(of_ranks: OfRanks) -> np.ndarray:
-    """Returns `[ranks]` float64, NaN where a number is not known."""
+    """Returns `[ranks]` float64, NaN for unknown numbers."""
     return np.array([np.nan if one is None else one for one in of_ranks], dtype=np.float64)
 
 
@@ -63,7 +63,7 @@ class CallOfRanks:
 
     Attributes:
         window_tokens: of its sliding window; 0 without one.
-        ranks: for each its number, and its spans: what time was spent on, and microseconds.
+        ranks: number of each rank, and its spans: use of time, and microseconds.
     """
 
     part: str
@@ -77,9 +77,9 @@ class MemoryBar:
     """Memory of a rank, or of a way to train.
 
     Attributes:
-        label: whose it is.
+        label: name of the rank or way.
         parts: name and bytes of each.
-        limit_bytes: that there are; 0 if unknown.
+        limit_bytes: available bytes; 0 if unknown.
     """
 
     label: str
@@ -110,19 +110,19 @@ class StepFigures:
 
     Attributes:
         label: its name in the list of steps.
-        before, after: how documents lie in `work_before`, and in `work`.
+        before, after: text for the order of documents in `work_before`, and in `work`.
         work_before, work: `[ranks]` attended pairs in one layer. Attention servers are the last of `work`.
-        tokens: `[ranks]` that each holds.
-        tokens_before: `[ranks]` of each batch, of documents that lie as in `work_before`; empty if unknown.
+        tokens: `[ranks]` tokens that each rank holds.
+        tokens_before: `[ranks]` tokens of each batch, with documents as in `work_before`; empty if unknown.
         step_work_before, step_work: `[ranks]` operations of a step, of ranks that hold tokens; empty if unknown.
         num_ranks: ranks that hold tokens.
         servers: numbers of the attention servers after them.
-        speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
+        speeds: `[ranks]` relative speeds of the ranks of `work`; empty if all are equal.
         sent: (source, destination, bytes) of one layer's forward pass.
-        nodes_sent: nodes that source and destination are, because ranks are too many; attention servers are numbered
-            after them. 0: they are ranks.
+        nodes_sent: number of nodes, if source and destination are nodes because there are too many ranks; attention
+            servers are numbered after them. 0: they are ranks.
         missing: ranks whose traces are missing, servers after the ranks that hold tokens.
-        facts: name and value of what else is known of it.
+        facts: names and values of further facts.
         findings: sentences: balance, the rank that others wait for, and why.
         seconds, calls, memory: empty if nothing was measured or predicted.
     """
@@ -173,10 +173,10 @@ class Report:
     """A page.
 
     Attributes:
-        source: path of what was read.
+        source: path that was read.
         steps: micro-batches, in their order.
-        notes: what is missing or left out.
-        tables: of what is not of one micro-batch.
+        notes: sentences about missing or omitted parts.
+        tables: figures that do not belong to one micro-batch.
         begin_with: number of the step that is shown first, and that the command prints.
     """
 
@@ -189,7 +189,7 @@ class Report:
     begin_with: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """Returns one object; numbers have five digits."""
+        """Returns one object; numbers are rounded to five digits."""
         steps = [
             {**asdict(step), "imbalance_before": step.imbalance_before, "imbalance": step.imbalance}
             for step in self.steps
@@ -207,25 +207,25 @@ def _short(value: Any) -> Any:
     return [_short(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-# Layers of each part of a pass whose timelines are shown, and ranks in a timeline.
+# Most layers of each part of a pass with timelines, and most ranks in a timeline.
 MOST_LAYERS, MOST_TIMELINE_RANKS = 3, 48
-# Ranks and servers in a picture of who sends to whom; of more, ranks are shown by node.
+# Most ranks and servers in a picture of who sends to whom; if there are more, ranks are shown by node.
 MOST_MATRIX_RANKS = 128
 # Numbers of a page, all steps together, which make about ten bytes each; and steps in its list.
 MOST_NUMBERS, MOST_STEPS = 120_000, 200
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers 0 to count - 1, spread evenly; the first and the last are among them."""
+    """Returns at most `most` of the numbers 0 to count - 1, spread evenly, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(at * (count - 1) / max(1, most - 1)) for at in range(most)]
 
 
 def chosen_calls(calls: Sequence[CallOfRanks], num_ranks: int) -> list[CallOfRanks]:
-    """Returns calls of few layers: of every part of a pass the ones in which ranks wait longest; and of each the ranks
-    that wait longest and shortest, and others between them. Attention servers, after `num_ranks` ranks, take up to
-    half of the places."""
+    """Returns calls of a few layers: for every part of a pass, the calls in which ranks wait longest; and for each
+    call the ranks that wait longest and shortest, and some between them. Attention servers, after `num_ranks` ranks,
+    take up to half of the places."""
 
     def waiting_us(call: CallOfRanks) -> float:  # of all ranks together
         return sum(us for _, spans in call.ranks for use, us in spans if use == "wait")
@@ -252,8 +252,8 @@ def _with_few_ranks(call: CallOfRanks, num_ranks: int) -> CallOfRanks:
 def in_nodes(
     sent: Sequence[tuple[int, int, float]], num_ranks: int, num_servers: int, ranks_per_node: int
 ) -> tuple[int, list[tuple[int, int, float]]]:
-    """Returns a number of nodes and (source, destination, bytes): of ranks as they are and 0 nodes, or of nodes where
-    ranks are too many. Attention servers are never summed: they come after the ranks, or after the nodes.
+    """Returns a number of nodes and (source, destination, bytes): of ranks and 0 nodes, or of nodes if there are too
+    many ranks. Attention servers are never summed: they come after the ranks, or after the nodes.
 
     Args:
         num_ranks: ranks that hold tokens; servers have the numbers after them.
@@ -275,7 +275,7 @@ def in_nodes(
 
 
 def fitted(report: Report) -> Report:
-    """Returns a report with as many steps, and timelines in as many of them, as a page holds; a note says so.
+    """Returns a report with as many steps and timelines as a page holds; a note says how many.
 
     The step that is shown first stays, with its timeline.
     """
@@ -304,7 +304,7 @@ def fitted(report: Report) -> Report:
 
 
 def _spread_with(wanted: int, total: int, count: int) -> tuple[list[int], int]:
-    """Returns `count` numbers below `total`, spread evenly but for one of them, and the place of that one."""
+    """Returns `count` numbers below `total`, spread evenly except for `wanted`, and the place of `wanted`."""
     chosen = list(spread(total, count))
     if not chosen:
         return chosen, 0

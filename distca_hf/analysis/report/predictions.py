@@ -1,7 +1,7 @@
 """Predictions: seconds of every rank in a micro-batch, from the measured profile of its GPU.
 
     tasks of a rank, by kind of layers ── kernel times of the profile ── attention
-    tokens of a rank                   ── layer times of the profile  ── all else
+    tokens of a rank                   ── layer times of the profile  ── everything else
 
 These are the costs of `distca simulate`, without exchanges and collectives. If a GPU has no profile, rates
 of an H200 make an estimate, and the report says so.
@@ -31,8 +31,8 @@ class Predicted(NamedTuple):
     Attributes:
         rates: name of the profile, or the GPU whose rates were taken; several have commas between them.
         source: the same as text.
-        attention, rest: `[ranks]` seconds of attention, and of all else but the optimizer and collectives; None where
-            they are not known.
+        attention, rest: `[ranks]` seconds of attention, and of everything else without the optimizer and collectives;
+            None if they are not known.
     """
 
     rates: str = ""
@@ -46,12 +46,12 @@ class Predictor:
     """Predicts the micro-batches of a run.
 
     Args:
-        named: profile for all ranks; None: that of the setting `kernel_times` where it is in the run's folder and of
+        named: profile for all ranks; None: the one of the setting `kernel_times` if it is in the run's folder and of
             a rank's GPU, else the shipped one of this GPU.
-        folder: of the run. A trace may name any file, and others are not opened.
+        folder: of the run. A trace may name any file; files outside the folder are not opened.
 
     Attributes:
-        notes: everything that was taken from outside of measured sizes, or of other heads.
+        notes: everything that was extrapolated beyond measured sizes, or taken from other heads.
         unread: why files of the setting cannot be read.
     """
 
@@ -65,7 +65,7 @@ class Predictor:
         self._made: dict[tuple[str, ModelSizes, HeadSizes], Costs] = {}
 
     def predict(self, of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Predicted:
-        """Returns predicted seconds of one micro-batch; nothing where there is nothing to predict from.
+        """Returns predicted seconds of one micro-batch; nothing if there is nothing to predict from.
 
         Args:
             of_ranks: traces by rank, attention servers after the others; some may be missing.
@@ -86,7 +86,7 @@ class Predictor:
         return Predicted(", ".join(names), "; ".join(sources), attention, rest) if names else Predicted()
 
     def lines(self) -> list[str]:
-        """Returns sentences about what was not measured as it is asked for."""
+        """Returns sentences about everything that was not measured as needed."""
         return [*self.unread, *(f"Predicted seconds: {line}." for line in self.notes.lines())]
 
     def _part(self, traces: Sequence[RankTrace]) -> Predicted | None:
@@ -132,7 +132,7 @@ class Predictor:
         return None
 
     def _attention(self, profile: ClusterProfile, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:
-        """Returns `[traces]` seconds of attention in all layers; None where tasks are not known."""
+        """Returns `[traces]` seconds of attention in all layers; None if tasks are not known."""
         total = np.zeros(len(traces))
         for kinds in zip(*(trace.kinds for trace in traces), strict=False):
             window = kinds[0].window_tokens
@@ -163,7 +163,7 @@ class Predictor:
 
 
 def _of_kind(costs: Costs, kinds: Sequence[LayersTrace], mask: Mask, model: ModelSizes) -> FloatArray:
-    """Returns `[traces]` seconds of attention in a layer of one kind; NaN where its tasks are not known."""
+    """Returns `[traces]` seconds of attention in a layer of one kind; NaN if its tasks are not known."""
     rows = [(place, *task) for place, kind in enumerate(kinds) for task in kind.tasks or ()]
     place, queries, before, one_group = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     remote = np.zeros(len(rows), dtype=bool)  # who holds them makes no difference to kernels

@@ -1,7 +1,7 @@
 """Run folder: reads the traces of a training, one file of each rank, into figures of every reported micro-batch.
 
-Files are read twice: once to note where the traces of each step lie, then step by step. So only the traces of one step
-are in memory at a time.
+Files are read twice: once to note where the traces of each step are, then step by step. So only one step's traces are
+in memory at a time.
 
     rank-00000.jsonl   | step 100 ... | step 200 ... |        places of step 200:  bytes of lines in every file
     rank-00001.jsonl   | step 100 ... | step 200 ... |
@@ -38,9 +38,9 @@ from distca_hf.traces import FILES, FOLDER, SERVER_FILES, PassPart, RankTrace, S
 from distca_hf.whole_file import lines_of, open_regular
 
 
-# Traces that are read, of all ranks together: a minute's work, step after step. Of more steps some are left out.
+# Most traces to read, over all ranks: a minute's work, step after step. If there are more, some steps are left out.
 MOST_TRACES = 20_000
-# Most seconds that clocks of nodes are apart.
+# Most seconds by which clocks of nodes differ.
 CLOCKS_APART_SECONDS = 5.0
 # A micro-batch of one part of the model on ranks that share documents: step, micro-batch, stage, chunk, tensor rank.
 _Key = tuple[int, int, int, int, int]
@@ -49,8 +49,8 @@ KERNELS, EXCHANGES = (Spent.LOCAL, Spent.REMOTE), (Spent.SEND, Spent.COMBINE)
 
 
 class _Place(NamedTuple):
-    """Lines of one step that follow each other in a file: the byte that the first begins with, its number, and how
-    many lines and traces there are."""
+    """Consecutive lines of one step in a file: first byte and number of the first line, and the numbers of lines and
+    traces."""
 
     file: Path
     begin: int
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One line of a file, without those that are empty."""
+    """One non-empty line of a file."""
 
     number: int
     begin: int
@@ -73,7 +73,7 @@ class TraceIndex:
 
     Attributes:
         steps: numbers of the steps, rising.
-        unfinished: files whose last line is cut off; it is left out.
+        unfinished: files whose last line is cut off and left out.
     """
 
     steps: Sequence[int]
@@ -83,7 +83,7 @@ class TraceIndex:
 
     @classmethod
     def of(cls, files: Iterable[Path]) -> "TraceIndex":
-        """Reads files once, and notes where the traces of each step lie.
+        """Reads files once, and notes where the traces of each step are.
 
         Raises:
             ReportError: a file cannot be read, or a line is not a trace of this version; names both.
@@ -133,8 +133,8 @@ def _joined(file: Path, unfinished: list[Path]) -> Iterator[tuple[int, _Place]]:
 
 
 def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
-    """Yields lines that are not empty. The last one is left out if it begins like a trace and was not written to its
-    end; then the file is added to `unfinished`."""
+    """Yields lines that are not empty. Leaves out the last one if it begins like a trace and is incomplete; then adds
+    the file to `unfinished`."""
     before, begin = None, 0
     try:
         with open_regular(file) as lines:
@@ -169,7 +169,7 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
     """Returns the report of a run.
 
     Args:
-        folder: of the traces, or the output folder that they are in.
+        folder: of the traces, or the output folder that contains it.
         predictor: predicts seconds; None: from profiles of the run's GPUs.
 
     Raises:
@@ -238,7 +238,7 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
 
 
 def _of_trainers_first(trace: RankTrace) -> tuple[bool, float]:
-    """Returns what the latest trace is largest in; a server may have left one of a step that ran again without it."""
+    """Returns a key that is largest for the latest trace; a server may have left one of a step that ran again."""
     return not trace.is_server, trace.written
 
 
@@ -279,7 +279,7 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
 
 
 def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[str, str]]:
-    """Returns what else is known of a micro-batch."""
+    """Returns further facts about a micro-batch."""
     devices = sorted({one.device for one in of_ranks.values()})
     incomplete = [trace.name_of(rank) for rank, one in sorted(of_ranks.items()) if not one.is_complete]
     facts = [
@@ -300,7 +300,7 @@ def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[st
 
 
 def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
-    """Returns who sends how much to whom: as its sender has it, or where that one's trace is missing, its receiver."""
+    """Returns who sends how much to whom: from the sender's trace, or if that is missing, from the receiver's."""
     found = {(rank, other): size for rank, trace in of_ranks.items() for other, size in trace.sent_bytes}
     for rank, trace in of_ranks.items():
         for other, size in trace.received_bytes:
@@ -338,7 +338,7 @@ def _spent(trace: RankTrace, uses: Sequence[Spent]) -> float:
 
 
 def _calls(of_ranks: Mapping[int, RankTrace]) -> list[CallOfRanks]:
-    """Returns all attention calls, of the ranks side by side."""
+    """Returns all attention calls, with the ranks of each side by side."""
     found: dict[tuple[PassPart, int], list[tuple[int, Sequence[tuple[str, float]]]]] = {}
     windows: dict[tuple[PassPart, int], int] = {}
     for rank, trace in sorted(of_ranks.items()):
@@ -357,7 +357,7 @@ def _memory(trace: RankTrace) -> MemoryBar:
 
 
 def _notes(steps: Sequence[StepFigures], left_out: int, missing: Collection[str]) -> list[str]:
-    """Returns what is missing, and what was left out."""
+    """Returns sentences about missing and omitted parts."""
     notes = []
     if missing:
         where = "in some steps" if any(not step.missing for step in steps) else "in all steps"

@@ -1,5 +1,5 @@
-"""Run report: runs `distca report`. It reads a run (a folder of traces) or the JSON of another command, and writes a
-page or JSON, and a few lines.
+"""Run report: runs `distca report`. Reads a run (a folder of traces) or the JSON of another command, and writes a page
+or JSON, and a few lines.
 
 The page is one HTML file that needs no network and no library. Its templates are in `page/`: the frame, a stylesheet,
 and scripts that draw. They are copied into the file unchanged.
@@ -36,7 +36,7 @@ from distca_hf.whole_file import read_at_most, replaced
 
 # A path that stands for standard input.
 STANDARD_INPUT = "-"
-# Most JSON that is read: a thousand times that of a plan for 1,000 ranks.
+# Most JSON to read: a thousand times the size of a plan for 1,000 ranks.
 MOST_BYTES = 2**30
 
 
@@ -178,7 +178,7 @@ PAGE = Path("report.html")
 
 
 def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | None = None) -> None:
-    """Runs `distca report`. Output is printed at the very end, so that nothing is printed before an error.
+    """Runs `distca report`. Prints output at the very end: nothing is printed before an error.
 
     Args:
         source: a folder of traces, a file of JSON, or "-" for standard input.
@@ -187,8 +187,8 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
         cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
 
     Raises:
-        ReportError: nothing there can be read, or the page cannot be written.
-        ConfigError: no such profile exists.
+        ReportError: the source cannot be read, or the page cannot be written.
+        ConfigError: there is no such profile.
     """
     report = read_source(source, cluster)
     page = output or (None if as_json else PAGE)

@@ -1,12 +1,11 @@
 """Straggler: the rank or the attention server that others wait for, and why, in sentences.
 
-Ranks meet in the exchanges of every layer. The rank that waits least there is the one that comes last. If its kernels
-take longer, attention is the reason: it has more work, or it is slower at the same work. Else it loses time outside of
-attention.
+Ranks meet in the exchanges of every layer. The rank that waits least there comes last. If its kernels take longer,
+attention is the reason: it has more work, or is slower at the same work. Otherwise it loses time outside attention.
 
-Trainers may all wait for an attention server instead. Clocks of processes are not compared. In each call trainers and
-servers begin together, as soon as all have come to it. So a trainer waits for a server as long as the server computes
-longer in that call:
+All trainers may wait for an attention server instead. Clocks of processes are not compared. In each call, trainers and
+servers begin together, as soon as all have reached it. So a trainer waits for a server for as long as the server
+computes longer in that call:
 
     trainer   | rows leave | own keys | waits ........................ | merges |
     server    | waits | kernels on rows of trainers              | results leave |
@@ -24,11 +23,11 @@ from distca_hf.traces import PassPart, RankTrace, Spent
 
 # A call by its part of the pass and its layer.
 _Call = tuple[PassPart, int]
-# Waiting below this part of a pass is too little to name anyone; as in the log of a training.
+# Waiting below this part of a pass is too little to name a rank; as in the log of a training.
 LITTLE_WAITING = 0.01
-# A rank has more work, or is slower, if it is by this factor over another number.
+# Smallest factor over another number that counts as more work, or as slower.
 NOTABLE = 1.05
-# A pass is not shorter, so that one can divide by it.
+# Lower limit of a pass, to divide by it.
 SHORTEST_SECONDS = 1e-9
 
 
@@ -76,7 +75,7 @@ def findings_of(trace: RankTrace, seconds: Seconds, missing: Sequence[int]) -> l
 
 
 def names_in_words(names: Sequence[str]) -> str:
-    """Returns one list of names such as rank 1, rank 2, server 0: of each kind once its word."""
+    """Joins names such as rank 1, rank 2, server 0 to a list that names each kind once."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kind, number = name.split()
@@ -85,7 +84,7 @@ def names_in_words(names: Sequence[str]) -> str:
 
 
 def waited_for(num_ranks: int, seconds: Seconds) -> int | None:
-    """Returns the rank that others wait for; None if they wait for none of them, or nothing was measured."""
+    """Returns the rank that others wait for; None if there is none, or nothing was measured."""
     waited = numbers_of(seconds.waiting)[:num_ranks]
     if num_ranks < 2 or np.isnan(waited).all():
         return None
@@ -103,8 +102,8 @@ def longest_waiting(num_ranks: int, seconds: Seconds) -> float:
 
 
 def most_telling(steps: Sequence[StepFigures]) -> int:
-    """Returns the number of the micro-batch in which a rank waits longest; where hardly any waits, of the one whose
-    work would be least even without distca. The last of several; 0 if there are none."""
+    """Returns the number of the micro-batch in which a rank waits longest. If hardly any rank waits, returns the one
+    whose work would be least even without distca. The last of several; 0 if there are none."""
 
     def telling(number: int) -> tuple[float, float, int]:
         step = steps[number]
@@ -185,8 +184,7 @@ def summary_of(steps: Sequence[StepFigures]) -> list[str]:
 
 
 def _servers_of(steps: Sequence[StepFigures]) -> list[str]:
-    """Returns how busy servers are in all micro-batches, and for how long trainers wait for them; if that was
-    measured."""
+    """Returns, if measured, how busy servers are in all micro-batches, and how long trainers wait for them."""
     shares, waits = [np.zeros(0)], [np.zeros(0)]
     for step in steps:
         if step.seconds is not None and step.seconds.waiting_for_servers:
@@ -224,7 +222,7 @@ def waiting_for_servers(of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Of
 
 
 def _spent(trace: RankTrace, waits: bool) -> Mapping[_Call, float]:
-    """Returns microseconds of each call, of waiting or of all else."""
+    """Returns microseconds of each call, of waiting or of everything else."""
     spent: defaultdict[_Call, float] = defaultdict(float)
     for call in trace.calls:
         spent[call.part, call.layer] += sum(us for use, us in call.spans if (use is Spent.WAIT) == waits)
@@ -232,7 +230,7 @@ def _spent(trace: RankTrace, waits: bool) -> Mapping[_Call, float]:
 
 
 def slow_server(num_ranks: int, seconds: Seconds) -> int | None:
-    """Returns the server that all trainers wait for, numbered after them; None if they wait for none."""
+    """Returns the server that all trainers wait for, numbered after them; None if there is none."""
     waited = numbers_of(seconds.waiting_for_servers)
     if not len(waited) or np.isnan(waited).all():
         return None
@@ -250,7 +248,7 @@ def _busy(seconds: Seconds) -> np.ndarray:
 
 
 def slow_server_in_words(trace: RankTrace, seconds: Seconds) -> str | None:
-    """Returns a sentence that names the server that all trainers wait for, and the reason; None if they do not."""
+    """Returns a sentence that names the server that all trainers wait for, and the reason; None if there is none."""
     server = slow_server(trace.num_ranks, seconds)
     if server is None:
         return None
@@ -308,8 +306,8 @@ def busy_in_words(trace: RankTrace, seconds: Seconds) -> list[str]:
 
 
 def shares_of_servers(num_ranks: int, seconds: Seconds) -> np.ndarray:
-    """Returns `[servers, 2]` parts of the pass in which a server computes and sends, and in which it waits; NaN where
-    its trace is missing."""
+    """Returns `[servers, 2]` parts of the pass in which a server computes and sends, and in which it waits; NaN if its
+    trace is missing."""
     parts: Sequence[OfRanks] = (seconds.attention, seconds.exchange, seconds.waiting)
     attention, exchange, waiting = (numbers_of(part)[num_ranks:] for part in parts)
     passed = np.maximum(seconds.passed[num_ranks:], SHORTEST_SECONDS)

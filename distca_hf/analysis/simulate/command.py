@@ -20,16 +20,16 @@ from distca_hf.analysis.tables import PlanProgress, Terminal, counted, plain_tab
 from distca_hf.errors import ConfigError
 
 
-# Tokens that a rank holds in a micro-step, unless a command says otherwise.
+# Tokens that a rank holds in a micro-step by default.
 DEFAULT_TOKENS_PER_RANK = 131_072
 # Most digits of a number in a list.
 MOST_DIGITS = 18
-# Most tokens that GPU-hours are counted for: these hours are finite, however long a step takes.
+# Most tokens for which GPU-hours are counted: the hours are finite, however long a step takes.
 MOST_BUDGET = 1e30
 
 
 def run_simulate(options: SimulateOptions) -> None:
-    """Runs `distca simulate`. Output is printed at the very end, so that nothing is printed before an error.
+    """Runs `distca simulate`. Prints output at the very end: nothing is printed before an error.
 
     Raises:
         ConfigError: an option, the model or the profile is wrong.
@@ -97,7 +97,7 @@ def run_simulate(options: SimulateOptions) -> None:
     print_results(world, results, profile, assumptions, Terminal())
 
 
-# What holds for every simulation; docs/simulation.md has the equations.
+# Assumptions of every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
     "FSDP2 in bf16: ranks wait for each other in every layer, and each layer's weights are gathered twice in a "
     "micro-step, while GPUs compute; at both ends of a micro-step GPUs wait for the network",
@@ -123,7 +123,7 @@ OF_GIVEN = (
 def _assumptions(
     options: SimulateOptions, requests: Sequence[SimulationRequest], profile: ClusterProfile
 ) -> list[str]:
-    """Returns the assumptions that options decide."""
+    """Returns the assumptions that depend on options."""
     request = requests[0]
     kept = {
         "saved": "layers are checkpointed; distca keeps attention outputs, by default",
@@ -189,7 +189,7 @@ def _numbers(option: str, given: str) -> list[int]:
 def print_results(
     world: str, results: Sequence[Result], profile: ClusterProfile, assumptions: Sequence[str], console: Console
 ) -> None:
-    """Prints what was simulated, the choice and a table for each number of GPUs, a summary, and assumptions."""
+    """Prints the simulated training, the choice and a table for each number of GPUs, a summary, and assumptions."""
     console.print(Text(world))
     for result in results:
         title = (

@@ -1,11 +1,11 @@
 """Costs: seconds of the parts of a step, for one model on one measured cluster.
 
     attention     a square, and a prefix without a mask; times the share of heads          from `AttentionTimes`
-    layer         everything in a layer but attention, by tokens                           from `LayerTimes`
+    layer         everything in a layer except attention, by tokens                        from `LayerTimes`
     head, AdamW   per token and word, per weight                                           from `DeviceRates`
     links         an exchange, an all-gather, a reduce-scatter, by bytes                    from `LinkTimes`
 
-Where the model's sizes are not the profile's, times are scaled, and `notes` says how.
+If the model's sizes are not the profile's, times are scaled, and `notes` says how.
 """
 
 from dataclasses import dataclass, replace
@@ -125,7 +125,7 @@ class Costs:
 
     Attributes:
         profile: what was measured.
-        notes: everything that was not measured as it is asked for.
+        notes: everything that was not measured as needed.
         tensor_ranks: GPUs that divide every layer between them.
     """
 
@@ -183,7 +183,8 @@ class Costs:
         return Passes(*(surface.at(queries, keys, self.notes) for surface in surfaces)).times(share)
 
     def _windows(self, queries: FloatArray, pairs: IntArray, mask: Mask) -> Passes:
-        """Returns seconds of tasks or tiles with a window: their pairs, at the rate of a square of so many queries."""
+        """Returns seconds of tasks or tiles with a window: their pairs, at the rate of a square of this many
+        queries."""
         window = mask.window_tokens
         assert window is not None
         if mask.chunked:  # kernels compute squares of a chunk
@@ -205,13 +206,14 @@ class Costs:
         )
 
     def _times(self, group: bool) -> tuple[AttentionTimes, float]:
-        """Returns the measured times of all heads, or of the fewest, and seconds of the model's over their seconds."""
+        """Returns the measured times of all heads, or of the fewest, and the ratio of the model's seconds to
+        theirs."""
         full = [times for times in self.profile.attention if not times.window_tokens and times.prefix_queries]
         times = min(full, key=lambda times: times.heads) if group else full[0]
         return times, self._share(times, self.model.heads.query / (self.head_groups if group else 1))
 
     def _share(self, times: AttentionTimes, heads: float) -> float:
-        """Returns seconds of these heads over seconds of the measured ones: operations of a pair decide."""
+        """Returns seconds of these heads over seconds of the measured ones, by operations of a pair."""
         model = self.model.heads
         if (times.head_dim, times.head_dim) != (model.dim, model.value_dim):
             self.notes.add(
@@ -224,7 +226,7 @@ class Costs:
 
     @cached_property
     def _layer(self) -> tuple[LayerTimes, float]:
-        """The measured layer that is nearest, and seconds of the model's layer over its seconds."""
+        """The nearest measured layer, and seconds of the model's layer over its seconds."""
         size, heads = self.model.size, self.model.heads
         mlp = size.mlp_size(heads)
         layers = [layer for layer in self.profile.layers if layer.liger == self.liger] or list(self.profile.layers)
@@ -271,19 +273,19 @@ class Costs:
 
         Args:
             tokens: `[ranks]` tokens of a micro-batch.
-            backward_share: part of a layer's backward pass that is computed, where weights are frozen.
+            backward_share: part of a layer's backward pass that is computed; below 1 if weights are frozen.
         """
         layer = self.layer(tokens)
         of_layer = layer.kept + layer.backward * backward_share + layer.forward * recomputes_layers
         return of_layer * self.model.size.layers + self.head_seconds(tokens)
 
     def copy_seconds(self, num_bytes: Amounts | float) -> FloatArray:
-        """Returns seconds of reading and writing so many bytes, both counted."""
+        """Returns seconds of reading and writing, with this many bytes in total."""
         return np.asarray(num_bytes, dtype=np.float64) / self.profile.rates.copy_bytes
 
     @property
     def share_before_attention(self) -> float:
-        """Part of a layer's matrix products that queries, keys and values come from; the rest follows attention."""
+        """Part of a layer's matrix products that computes queries, keys and values; the rest follows attention."""
         heads, size = self.model.heads, self.model.size
         columns = heads.query * heads.dim + heads.key_value * (heads.dim + heads.value_dim)
         return min(1.0, columns * size.hidden_size * size.layers / size.layer_parameters)

@@ -1,8 +1,8 @@
-"""Load: one micro-batch as one way divides it: tokens, and seconds of attention of every rank.
+"""Load: one micro-batch as divided by one way to train: tokens, and seconds of attention of every rank.
 
-Exchanges are part of attention's seconds here, as far as they are not hidden:
+Seconds of attention include exchanges that are not hidden:
 
-    forward     local calls run while rows are on their way; chunk after chunk is attended as it comes
+    forward     local calls run while rows are under way; chunk after chunk is attended as it arrives
     backward    gradients leave while the last local calls run
 
     exchange   | chunk 0 | chunk 1 |                             | gradients |
@@ -31,15 +31,15 @@ from distca_hf.planning.transfers import keys_between, queries_between
 
 @dataclass(frozen=True)
 class Attention:
-    """Seconds of one layer's attention on every rank, exchanges that are waited for included.
+    """Seconds of one layer's attention on every rank, including exchanges that kernels wait for.
 
     Attributes:
         forward: `[ranks]`.
         recomputed: `[ranks]` when forward runs again in backward.
         backward: `[ranks]`.
         sent, sent_backward: `[ranks]` seconds that the wires are busy in forward, and in backward.
-        waits, waits_backward: seconds of exchanges that kernels wait for, so that other traffic on the wires delays
-            them: `[ranks]`, or the same of all; forward, and backward.
+        waits, waits_backward: seconds of exchanges that kernels wait for, and that other traffic on the wires delays:
+            `[ranks]`, or the same for all; forward, and backward.
     """
 
     forward: FloatArray
@@ -60,7 +60,7 @@ class Load:
         tokens: `[ranks]` tokens that each rank's layers compute.
         attention: each kind of attention layers.
         bytes_per_layer: most bytes that a rank sends or receives in a full layer's forward pass.
-        left_out_pairs: attended pairs of all layers that are left out where documents are cut at borders.
+        left_out_pairs: attended pairs of all layers that are lost because documents are cut at borders.
         saves_attention: whether outputs are kept under activation checkpointing.
         beside_seconds: further seconds of the micro-batch, such as planning in the step.
         head_tokens: `[ranks]` tokens that each rank's head computes; None: its layers' tokens.
@@ -98,7 +98,7 @@ class Way:
     Attributes:
         key: its name in JSON.
         loads: makes the load of each micro-batch of a step.
-        costly: whether it is planned only on some steps, because that takes long.
+        costly: whether it is simulated only on some steps, because planning takes long.
         family: ways of one family differ only in group size, and the fastest is shown; empty if it has no others.
         is_ours: whether distca_hf does it.
         in_stages: whether it runs in the stages of a pipeline; loads are then of the ranks of one stage.
@@ -122,7 +122,7 @@ class Exchanges:
     Attributes:
         rows: keys and values, and queries that move.
         results: outputs of these queries, back to their owner ranks.
-        output_gradients: of these queries; as many bytes as their outputs.
+        output_gradients: of these queries; the same bytes as their outputs.
         gradients: of keys and values, and of these queries, back to their owner ranks.
     """
 
@@ -141,9 +141,9 @@ class Hidden:
         chunks: parts that rows come in. Results of a chunk leave while the next one is attended.
         moves_queries: whether queries move on any rank.
         beside: seconds by which a second of exchange delays kernels.
-        keeps: whether rows of others are kept until backward; otherwise they are sent for recomputation and for
-            backward once more, there with the outputs of queries that move.
-        gathering: seconds of gathering weights of the next layer that are left when rows leave: both share the wires.
+        keeps: whether rows of others are kept until backward; otherwise they are sent again for recomputation and for
+            backward, there with the outputs of queries that move.
+        gathering: remaining seconds of gathering the next layer's weights when rows leave: both share the wires.
     """
 
     exchanges: Exchanges
@@ -157,13 +157,13 @@ class Hidden:
         """Returns attention with these exchanges.
 
         Args:
-            local: `[ranks]` seconds of calls that need no rows of others.
-            remote: `[ranks]` seconds of all others.
+            local: `[ranks]` seconds of calls that need no rows of other ranks.
+            remote: `[ranks]` seconds of all other calls.
             late: `[ranks]` seconds of the local calls that can wait until results leave.
         """
         kernels, wires = local + remote, self.exchanges
         sent = wires.rows + wires.results
-        # Half of them are early where rows come as well as leave; without results forward has no late calls.
+        # Half of them are early if rows both arrive and leave; without results forward has no late calls.
         late_forward = late.forward / 2 if self.moves_queries else np.zeros_like(late.forward)
         early = local.forward - late_forward
         results = np.maximum(late_forward, wires.results / self.chunks)
@@ -182,13 +182,13 @@ class Hidden:
         return Attention(forward, recomputed, backward, sent, comes + wires.gradients, layers)
 
     def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns the seconds that exchanges take from the kernels meanwhile. Where kernels wait there are none."""
+        """Returns the seconds by which exchanges delay kernels that run meanwhile; kernels that wait lose nothing."""
         waits = seconds - kernels
         return self.beside * np.clip(sent - waits, 0.0, kernels)
 
 
 def waited_for(kernels: Passes, layers: int, exchanges: FloatArray, sent: FloatArray) -> Attention:
-    """Returns attention whose kernels wait for exchanges, which are made again when it is recomputed.
+    """Returns attention whose kernels wait for exchanges, which recomputation makes again.
 
     Args:
         exchanges: `[ranks]` seconds of exchanges and of copies for them, in each pass.
@@ -205,7 +205,7 @@ def nothing_sent(kernels: Passes, layers: int) -> Attention:
 
 
 def _in_chunks(local: FloatArray, remote: FloatArray, seconds: FloatArray, chunks: int) -> FloatArray:
-    """Returns seconds until all chunks are attended, each as soon as it is there."""
+    """Returns seconds until all chunks are attended, each as soon as it has arrived."""
     end = local
     for chunk in range(1, chunks + 1):
         arrives = np.where(remote > 0, seconds * chunk / chunks, 0.0)
@@ -213,8 +213,8 @@ def _in_chunks(local: FloatArray, remote: FloatArray, seconds: FloatArray, chunk
     return end
 
 
-# Bytes of each number that travels with a token into the decoder: its id, its position, and its label if the loss is
-# placed.
+# Bytes of each number that moves with a token into the decoder: its id, its position, and if the loss is placed, its
+# label.
 WHOLE_BYTES = 8
 
 
@@ -231,7 +231,7 @@ def ours(
     """Returns the load of a plan.
 
     Args:
-        planning_seconds: time of planning at the first attention call; 0 if a thread has planned before.
+        planning_seconds: time of planning at the first attention call; 0 if a thread plans ahead.
         keeps: whether rows of other ranks are kept until backward.
         gather_seconds: time in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
     """
@@ -256,7 +256,7 @@ def ours(
     if (states := costs.model.state_size) is not None:
         costs.notes.add("what layers compute twice for parts of documents, so that states travel, is left out")
         state_bytes = states.most_bytes(layout)
-        # Forward, and gradients backward, as if nothing hid them. Recomputed layers keep what they have received.
+        # Forward, and gradients backward, as if nothing hid them. Recomputed layers keep received states.
         waits += 2 * states.mixers * cluster.alike_exchange(state_bytes)
     elif costs.model.has_unknown_states:
         costs.notes.add("sizes of states that travel are not known, and left out")
@@ -285,7 +285,7 @@ def rows_placed(
     if placed is home:
         return load
     moved = tokens_between(home, placed).astype(np.float64)
-    copied = (moved.sum(axis=0) + moved.sum(axis=1)).max()  # rows are gathered, and put where they belong
+    copied = (moved.sum(axis=0) + moved.sum(axis=1)).max()  # rows are gathered, and scattered
     np.fill_diagonal(moved, 0.0)
     described, hidden = (2 + loss_is_placed) * WHOLE_BYTES, HALF_BYTES * costs.model.size.hidden_size
     seconds = exchange_seconds(cluster, described * moved).max() + costs.copy_seconds(2 * described * copied)
@@ -296,7 +296,7 @@ def rows_placed(
 
 
 def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes]:
-    """Returns `[ranks]` seconds of local kernel calls, which need no rows of other ranks, and of remote ones."""
+    """Returns `[ranks]` seconds of local kernel calls, which need no rows of other ranks, and of remote calls."""
     tiles = Tiles.of(plan, mask)
     seconds, num_ranks = costs.seconds(tiles), plan.layout.num_ranks
     local, remote = (
@@ -321,7 +321,7 @@ class RowBytes:
 
     Attributes:
         cluster: the ranks and their links.
-        keys: keys and values; their gradients on the way back have as many.
+        keys: keys and values; the same for their gradients on the way back.
         queries: queries that move, `[owner rank, server]`.
         outputs: outputs of these queries, also `[owner rank, server]`, although they travel the other way.
     """

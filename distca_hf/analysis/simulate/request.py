@@ -35,7 +35,7 @@ MAX_BATCHES = 10_000
 MAX_BATCH_SIZE = 65_536
 # Most memory of a GPU, in GiB: all GPUs of a large cluster together have less.
 MOST_GPU_GIB = 1_000_000
-# GPUs of which one serves attention, in the way with attention servers.
+# GPUs per attention server, in the way with attention servers.
 GPUS_PER_SERVER = 8
 
 
@@ -51,13 +51,12 @@ class SimulationRequest:
         checkpointing: what layers keep until backward.
         liger: whether layers are Liger's.
         seed: of the order of documents.
-        pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
-            are none.
-        batch_size: rows of a data rank in a micro-step, for batches that a sampler of the user's deals.
-            `tokens_per_rank` has no effect on these, and rows longer than the context are cut off. None if batches are
-            packed.
-        sync_each_batch: whether gradients are summed over ranks in each micro-step. By default, as Trainer has it,
-            they are in the last one only, and each GPU keeps whole gradients until then.
+        pipeline: stages in which the same GPUs are also simulated, and for which documents are packed; None without a
+            pipeline.
+        batch_size: rows of a data rank in a micro-step, for batches of the user's sampler. `tokens_per_rank` has no
+            effect on these, and rows longer than the context are cut off. None if batches are packed.
+        sync_each_batch: whether gradients are summed over ranks in each micro-step. By default, as in Trainer, only in
+            the last one, and each GPU keeps whole gradients until then.
         staged_micro_batches: micro-batches of an optimizer step in the stages; by default one for every stage in each
             of `accumulation` micro-steps.
 
@@ -160,12 +159,12 @@ class SimulationRequest:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that documents of an optimizer step are packed into, each for the ranks of a stage."""
+        """Micro-batches into which documents of an optimizer step are packed, each for the ranks of a stage."""
         return self.staged_micro_batches or self.accumulation * self.num_stages
 
     @property
     def num_ranks(self) -> int:
-        """Data ranks; with a pipeline of all stages, which without it would be data ranks alike."""
+        """Data ranks; with a pipeline, the ranks of all stages, which would be data ranks without it."""
         return self.gpus // self.tensor_ranks
 
     @property
@@ -204,14 +203,14 @@ class SimulationRequest:
 
     @cached_property
     def planner(self) -> PlacedPlanner:
-        """The planner of training; settings that are not asked for come from the environment, as in training."""
+        """The planner of training; other settings come from the environment, as in training."""
         return self._planner(self.num_ranks, self.tokens_per_rank)
 
     def given_plans(self, places_rows: bool) -> GivenPlans:
         """Returns the planner of given batches, as training makes it.
 
         Args:
-            places_rows: whether rows are placed inside the model; else tasks move.
+            places_rows: whether rows are placed inside the model; otherwise tasks move.
         """
         topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
         return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows)
@@ -223,12 +222,12 @@ class SimulationRequest:
 
     @property
     def num_servers(self) -> int:
-        """Data ranks that serve attention where there are servers."""
+        """Data ranks that serve attention if there are servers."""
         return self.num_ranks // GPUS_PER_SERVER
 
     def planner_beside(self, servers: int) -> PlacedPlanner:
-        """Returns the planner of a training in which so many of the data ranks, the last ones, serve attention. The
-        others hold their tokens, too."""
+        """Returns the planner of a training in which the last `servers` data ranks serve attention. The others hold
+        their tokens, too."""
         trainers = self.num_ranks - servers
         per_node = self.data_ranks_per_node
         nodes = tuple((trainers + number) // per_node for number in range(servers))
@@ -270,7 +269,7 @@ class SimulationRequest:
         if self.batch_size is not None:
             return self._dealt_steps(document_tokens, self.num_ranks * self.batch_size * self.accumulation)
         lengths = fit_documents(document_tokens, self.longest_tokens, "split")[2]
-        whole_steps = 1 if self.pipeline is None else self.micro_batches  # as a training in stages has them
+        whole_steps = 1 if self.pipeline is None else self.micro_batches  # as in a training in stages
         packer = EpochPacker(
             lengths, self.capacity_tokens, self.seed, fits=self.stage_planner.fits, multiple=whole_steps
         )
@@ -293,7 +292,7 @@ class SimulationRequest:
         return steps
 
     def _dealt_steps(self, row_tokens: IntArray, step_rows: int) -> list[list[IntArray]]:
-        """Returns the lengths of each micro-batch, rank after rank, of steps of so many rows.
+        """Returns the lengths of each micro-batch, rank after rank, of steps of this many rows.
 
         As Trainer and Accelerate deal them, an epoch has all rows in random order, and ranks take a batch each in
         turns. The last step of an epoch is left out if it is not full.
@@ -327,8 +326,8 @@ class SimulationRequest:
         """Returns what memory depends on, without a pipeline.
 
         Args:
-            checkpointing: by default that of the request.
-            keeps_keys: whether keys of other ranks are kept until backward, as far as the budget for them goes.
+            checkpointing: by default the request's.
+            keeps_keys: whether keys of other ranks are kept until backward, within their budget.
             servers: data ranks that hold no weights.
         """
         return TrainingSetup(

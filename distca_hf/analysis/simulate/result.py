@@ -18,12 +18,12 @@ from distca_hf.arrays import IntArray
 from distca_hf.flops import peak_flops
 
 
-# Share of attended pairs up to which nothing counts as left out: fillers of packs that are cut are short.
+# Share of attended pairs below which left-out pairs do not count: documents that are cut to fill packs are short.
 NEARLY_NOTHING = 0.005
-# Gain over the fastest way without core attention disaggregation below which distca is not worth a change.
+# Least gain over the fastest way without core attention disaggregation for which distca is worth a change.
 WORTH_IT = 1.05
 SECONDS_OF_AN_HOUR = 3600.0
-# Tokens that GPU-hours are counted for, unless a command says otherwise.
+# Tokens for which GPU-hours are counted by default.
 TOKEN_BUDGET = 1e9
 # Text after the name of a way that cuts documents.
 LEAVES_OUT = ", which leaves out attention between parts of documents"
@@ -35,12 +35,12 @@ class WayFigures:
 
     Attributes:
         key, label, is_ours, in_stages: see `Way`.
-        utilisation: useful operations over the peak of all GPUs, without attention that is left out; None if the peak
-            is not known.
+        utilisation: useful operations over the peak of all GPUs, without left-out attention; None if the peak is not
+            known.
         memory_bytes: estimate of the most memory that a GPU needs.
         fits: whether a GPU has that memory.
         times_as_fast: speed over plain packing, or over plain data parallelism for given batches.
-        whole: whether queries attend all that they should; otherwise documents are cut, and attention is left out.
+        whole: whether queries attend to all their keys; otherwise documents are cut, and attention is left out.
         attention_share: share of the seconds that GPUs spend in attention.
         received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
         most_tokens: most tokens that layers of a GPU compute in a micro-step.
@@ -107,19 +107,18 @@ class Result:
         return self.way("plain")
 
     def way(self, key: str) -> WayFigures:
-        """Returns the way with a key, which is there."""
+        """Returns the way with a key, which must exist."""
         return next(way for way in self.ways if way.key == key)
 
     @property
     def ours(self) -> WayFigures | None:
-        """The fastest way of distca_hf that fits, of those that keep documents whole if there are any; None if none
-        fits."""
+        """The fastest way of distca_hf that fits, preferring ways that keep documents whole; None if none fits."""
         return _best(way for way in self.ways if way.is_ours and way.fits)
 
     @property
     def other(self) -> WayFigures | None:
-        """The fastest way without core attention disaggregation that fits; None if none does. If it leaves attention
-        out, and distca is hardly faster for that, the fastest that does not, if there is one."""
+        """The fastest way without core attention disaggregation that fits; None if none fits. If it leaves attention
+        out, and so distca is hardly faster, the fastest one that leaves none out, if there is one."""
         others, ours = [way for way in self.ways if not way.is_ours and way.fits], self.ours
         fastest = _fastest(others)
         if ours is None or fastest is None or not ours.whole or ours.gain_over(fastest) >= WORTH_IT:
@@ -132,7 +131,7 @@ class Result:
         return None if self.ours is None or self.other is None else self.ours.gain_over(self.other)
 
     def in_short(self) -> str:
-        """Returns the way to choose, and what it brings; and what a pipeline does to it."""
+        """Returns the way to choose, its gain, and the effect of a pipeline."""
         return " ".join(filter(None, (self._choice(), self.beside_stages())))
 
     def beside_stages(self) -> str:
@@ -150,7 +149,7 @@ class Result:
         return f"A pipeline of {self.num_stages} stages is {1 / ratio:.2f} x as fast as these GPUs without one."
 
     def _choice(self) -> str:
-        """Returns the way to choose, and what it brings."""
+        """Returns the way to choose, and its gain."""
         ours, other, gain = self.ours, self.other, self.gain
         if ours is None and other is None:
             fastest = _fastest(self.ways)
@@ -262,7 +261,8 @@ def make_result(
 
 
 def _best(ways: Iterable[WayFigures]) -> WayFigures | None:
-    """Returns the fastest of the ways that leave no attention out, or of all if each does; None if there is none."""
+    """Returns the fastest way that leaves no attention out, or the fastest of all if each does; None if there is
+    none."""
     every = list(ways)
     return _fastest([way for way in every if way.whole] or every)
 
@@ -272,7 +272,7 @@ def _fastest(ways: Iterable[WayFigures]) -> WayFigures | None:
 
 
 def _memory_bytes(simulation: Simulation, way: Way, steps: Sequence[WayStep]) -> int:
-    """Returns the most bytes that a GPU needs. Only ours keeps rows of others, and attention's outputs."""
+    """Returns the most bytes that a GPU needs. Only our ways keep rows of other ranks, and attention's outputs."""
     request = simulation.request
     checkpointing = request.checkpointing
     if checkpointing == "saved" and (not way.is_ours or way.key == "placed_recomputed"):
@@ -302,11 +302,11 @@ def simulate(
 
     Args:
         token_budget: tokens that GPU-hours are counted for.
-        keys: of the ways that are simulated, "plain" among them; all if there are none.
+        keys: of the ways to simulate, including "plain"; all if empty.
         steps: lengths of each micro-batch of each step; by default the first steps of a training on the dataset.
 
     Returns:
-        All figures, and everything that was not measured as it is asked for.
+        All figures, and everything that was not measured as needed.
 
     Raises:
         ConfigError: links that are needed were not measured.

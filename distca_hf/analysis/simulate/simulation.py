@@ -1,7 +1,7 @@
 """Simulation: all ways to train on one cluster, including distca_hf's own, and the seconds of their steps.
 
-A way that cannot run is left out, and `missing` says why. All steps are simulated in the ways that are quick to plan.
-The others get some of the steps, spread evenly, and are compared with plain packing on these.
+A way that cannot run is left out, and `missing` says why. Ways that are quick to plan simulate all steps. The others
+simulate some of the steps, spread evenly, and are compared with plain packing on these.
 """
 
 import os
@@ -37,9 +37,9 @@ from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 
 
-# Steps x GPUs x micro-steps from which on several processes are worth their start.
+# Steps x GPUs x micro-steps above which starting several processes pays off.
 WORTH_PROCESSES = 4096
-# Most steps that costly ways are simulated on, and GPUs x micro-steps of these: planning takes a millisecond per GPU.
+# Most steps on which costly ways are simulated, and GPUs x micro-steps of these: planning takes a millisecond per GPU.
 MOST_COSTLY_STEPS, COSTLY_RANKS = 25, 8192
 MOST_PROCESSES = 8
 
@@ -93,7 +93,7 @@ class Simulation:
         return seconds + training.optimizer_seconds(), loads
 
     def ways(self) -> list[Way]:
-        """Returns the ways that can run, of `keys` if there are some. `tasks_moved` is one of them only if its key is
+        """Returns the ways that can run, if given only those in `keys`. `tasks_moved` is included only if its key is
         given, or if documents stay whole."""
         if not self.keys:
             return self._ways()
@@ -148,9 +148,8 @@ class Simulation:
         return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
 
     def _in_stages(self) -> list[Way]:
-        """Returns ways that use the same GPUs as stages of the pipeline; none without a pipeline. Micro-batches of
-        placed ones are in the order of packing, of shaped ones a step's documents are divided by work, as in
-        training."""
+        """Returns ways that use the same GPUs as stages of the pipeline; none without a pipeline. Placed ways keep
+        micro-batches in the order of packing; shaped ways divide a step's documents by work, as in training."""
         if self.request.pipeline is None:
             return []
         ranks, planner = self.request.stage_ranks, self.request.stage_planner
@@ -193,7 +192,8 @@ class Simulation:
     # Given batches: the request's, or packs of plain packing.
 
     def _given_ways(self) -> list[Way]:
-        """Returns distca_hf's ways for given batches. Tasks move if documents stay whole, else rows are placed."""
+        """Returns distca_hf's ways for given batches. Tasks move if documents stay whole; otherwise rows are
+        placed."""
         if self.request.model.whole_documents:
             return [self._tasks_moved]
         way = partial(Way, costly=True, is_ours=True)
@@ -229,7 +229,7 @@ class Simulation:
         return replace(load, left_out_pairs=left_out_pairs(self.costs.model, [held], batch))
 
     def _home(self, batch: IntArray) -> Layout:
-        """Returns the batches of all ranks: as they were dealt, or packs of equal tokens."""
+        """Returns the batches of all ranks: as dealt, or packs of equal tokens."""
         ranks = self.request.num_ranks
         return Layout.from_packs(
             np.split(batch, ranks) if self.request.batch_size is not None else best_fit(batch, ranks)
@@ -240,10 +240,10 @@ class WayStep(NamedTuple):
     """One step of one way.
 
     Attributes:
-        attention_seconds: that ranks spend in attention, in the mean.
+        attention_seconds: mean seconds that ranks spend in attention.
         received_bytes, state_bytes: most that a rank sends or receives in the forward pass of a layer, and of a mixer.
         most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
-        left_out_pairs: attended pairs that are left out where documents are cut.
+        left_out_pairs: attended pairs that are lost because documents are cut.
     """
 
     seconds: float
@@ -263,7 +263,7 @@ class Simulated(NamedTuple):
     notes: Notes
 
 
-# Yields the steps that it gets, and shows progress.
+# Yields the given steps, and shows progress.
 Track = Callable[[Iterable[Simulated]], Iterable[Simulated]]
 
 
@@ -310,7 +310,7 @@ def run_steps(
 def _simulate(
     request: SimulationRequest, profile: ClusterProfile, keys: tuple[str, ...], task: tuple[int, Step, bool]
 ) -> Simulated:
-    """Simulates one step in every way; costly ones only if they are wanted on it."""
+    """Simulates one step in every way; in costly ways only if the task asks for them."""
     number, step, with_costly = task
     simulation = Simulation.of(request, profile, keys)
     ways = {}

@@ -9,7 +9,7 @@ slowest rank. Weights of the next layer are gathered meanwhile, and gradients of
 At both ends nothing is computed meanwhile. If wires take longer than kernels, a layer takes as long as its wires.
 
 Gathers and reductions begin with a layer's pass. An exchange of attention that kernels wait for shares the wires with
-what is left of them, and takes as much longer.
+the rest of them, and takes correspondingly longer.
 """
 
 import math
@@ -54,7 +54,7 @@ class Training:
         has_head: whether the last matrix and the loss are computed.
         has_optimizer: whether AdamW makes a step.
         reduce_bytes: of a number in sums of gradients over ranks.
-        root_share: part of the weights outside of layers that there is; benchmarks leave the head out.
+        root_share: part of the weights outside layers that the model has; benchmarks leave the head out.
         gathers_layers: whether weights are gathered, and gradients summed, in each layer of each micro-batch. Stages
             of a pipeline do so once in an optimizer step.
         sums_gradients: whether gradients are summed over ranks; under `no_sync` each rank adds them to its own.
@@ -72,7 +72,7 @@ class Training:
 
     @property
     def shards(self) -> int:
-        """GPUs that weights are divided over."""
+        """GPUs over which weights are divided."""
         return self.cluster.num_ranks
 
     def micro_batch_seconds(self, load: Load) -> float:
@@ -82,7 +82,7 @@ class Training:
     def layers_seconds(self, load: Load) -> tuple[float, float]:
         """Returns the seconds of all layers, forward and backward.
 
-        A layer without attention takes as long as everything but attention in a layer of so many weights.
+        A layer without attention takes as long as everything except attention in a layer with this many weights.
         """
         layer = self.costs.layer(load.tokens)
         kinds = [*load.attention]
@@ -101,11 +101,11 @@ class Training:
         return weights * self.costs.profile.rates.optimizer_seconds
 
     def gather_seconds(self, weight_bytes: float) -> float:
-        """Returns the seconds of gathering weights of so many bytes in bf16."""
+        """Returns the seconds of gathering weights of this many bytes in bf16."""
         return self.cluster.all_gather(weight_bytes)
 
     def reduce_seconds(self, weight_bytes: float) -> float:
-        """Returns the seconds of summing the gradients of weights of so many bytes in bf16."""
+        """Returns the seconds of summing the gradients of weights of this many bytes in bf16."""
         if not self.sums_gradients:
             return 0.0
         return self.cluster.reduce_scatter(weight_bytes * self.reduce_bytes / HALF_BYTES)
@@ -160,12 +160,12 @@ class Training:
         """Returns `[ranks]` seconds that FSDP's collectives add to a layer's pass, from whose beginning they run.
 
         An exchange that kernels wait for has half of the wires until it or the collectives end. Kernels that run
-        meanwhile are delayed. The ranks of an exchange hold equally many tokens, so that it begins as soon as each
-        of them comes to it; ranks of other groups may hold fewer, and begin earlier.
+        meanwhile are delayed. The ranks of an exchange hold equally many tokens, so it begins when each of them
+        reaches it; ranks of other groups may hold fewer, and begin earlier.
 
         Args:
-            collectives: seconds of all of them.
-            waits: `[ranks]` seconds of only the exchange, or the same of all.
+            collectives: seconds of all collectives.
+            waits: `[ranks]` seconds of only the exchange, or one number for all.
             before: `[ranks]` seconds of kernels before the exchange.
         """
         shared = np.minimum(np.maximum(0.0, collectives - before), waits)
@@ -195,7 +195,7 @@ class Training:
 
 # Forward seconds of the head over all of its seconds: one product of three.
 HEAD_FORWARD_SHARE = 1 / 3
-# Bytes of a weight that stays gathered for an optimizer step, and of its gradient that is added to in fp32.
+# Bytes of a weight that stays gathered for an optimizer step, and of its gradient, which is summed in fp32.
 GATHERED_BYTES = HALF_BYTES + SINGLE_BYTES
 
 
@@ -252,8 +252,8 @@ class StagedTraining:
 
 
 def rooms_for_hops(stage: int, pipeline: Pipeline, micro_batches: int) -> int:
-    """Returns the number of hidden states and of their gradients that a stage has room for. From the first step on
-    torch has room for all that other stages send in a step (`args_recv_info` and `grad_recv_info` of
+    """Returns the number of hidden states and of their gradients for which a stage has room. From the first step on,
+    torch keeps room for everything that other stages send in a step (`args_recv_info` and `grad_recv_info` of
     `torch.distributed.pipelining.PipelineStage`)."""
     first, last = stage == 0, stage == pipeline.num_stages - 1
     return micro_batches * (2 * pipeline.chunks - first - last)
@@ -279,12 +279,12 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """Estimate of the stage that needs most: the first one holds most micro-batches at once, the last one has the
-        head, and others receive from two sides."""
+        """Estimate for the stage that needs most: the first one holds most micro-batches at once, the last one has the
+        head, and the others receive from two sides."""
         return max(map(self.of_stage, range(self.pipeline.num_stages)))
 
     def of_stage(self, stage: int) -> int:
-        """Returns the estimate of a GPU of one stage, counted from 0."""
+        """Returns the estimate for a GPU of one stage, counted from 0."""
         size, pipeline, micro_batches = self.size, self.pipeline, self.micro_batches
         stages = pipeline.num_stages
         is_first, is_last = stage == 0, stage == stages - 1
@@ -301,9 +301,9 @@ class StageMemory:
             layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
         )
         memory = estimate_memory(part, self.setup, self.tokens, self.received_bytes)
-        # Of all layers, and not only of those that are computed.
+        # Of all layers, not only of the computed one.
         gathered = GATHERED_BYTES * parameters // self.setup.tensor_ranks
-        # Outputs wait, too. Inputs that wait are among what layers keep.
+        # Outputs wait, too. Waiting inputs are part of what layers keep.
         waiting = held * (is_first - is_last) / pipeline.chunks
         hops = (rooms_for_hops(stage, pipeline, micro_batches) + waiting) * self.tokens * HALF_BYTES * size.hidden_size
         return max(memory.backward - memory.gathered + gathered + round(hops), memory.optimizer_step)

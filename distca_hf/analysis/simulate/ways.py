@@ -1,4 +1,4 @@
-"""Ways: the ways to train that distca_hf is compared with. They share attention without a planner.
+"""Ways: other ways to train, to compare distca_hf with. They share attention without a planner.
 
 Each is a function from the document lengths of a micro-batch to a `Load`. Two are only for benchmarks: `even` and
 `gathered`.
@@ -71,8 +71,8 @@ def left_out_pairs(model: SimulatedModel, held: Sequence[IntArray], document_tok
 def best_fit(document_tokens: IntArray, num_packs: int) -> list[IntArray]:
     """Packs documents as TRL does (bfd): the longest first, each whole into the fullest pack that has room for it.
 
-    Documents longer than a pack are cut. So are the last few that find no pack with enough room: packs together hold
-    hardly more tokens than the documents have.
+    Documents longer than a pack are cut. So are the last few that find no pack with enough room: all packs together
+    hold hardly more tokens than the documents.
     """
     size = int(ceil_div(document_tokens.sum(), num_packs))
     pieces = split_documents(document_tokens, size)[2]
@@ -136,7 +136,7 @@ def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> 
 
 
 def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> list[IntArray]:
-    """Deals documents to groups, and returns the lengths of each group's documents. The document that takes longest is
+    """Deals documents to groups, and returns the lengths of each group's documents. Documents that take longest are
     dealt first, each to the group with the fewest seconds so far. Seconds count matrix products and attention, as in
     WLB-LLM."""
     attention = [
@@ -293,10 +293,10 @@ def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
 
 
 class Grouped(NamedTuple):
-    """A way to compare with in which groups of ranks share documents.
+    """A way to compare with, in which groups of ranks share documents.
 
     Attributes:
-        key, label: its names in JSON and in tables; the size of groups is added.
+        key, label: its names in JSON and in tables; the group size is appended.
         name: for sentences that say why it cannot run.
         load: from costs, cluster, document lengths and group size.
         most_group: returns the largest group size.
@@ -337,7 +337,7 @@ GROUPED = (
 
 
 def ways_to_compare(request: SimulationRequest, costs: Costs, cluster: Cluster) -> list[Way]:
-    """Returns the ways to compare with that can run; of those with groups one for each group size."""
+    """Returns the ways to compare with that can run; ways with groups once for each group size."""
     ranks = request.num_ranks
 
     def of_ranks(load: Callable[[Costs, IntArray, int], Load]) -> Callable[[Step], list[Load]]:

@@ -16,7 +16,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError
 
 
-# What curves count, by the name of their times in a profile.
+# Units of curves, by the name of their times in a profile.
 WORDS = {
     "exchange": "exchange",
     "one_way": "exchange that goes one way",
@@ -24,20 +24,20 @@ WORDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
 }
-# Most seconds by which a second on the wires delays kernels meanwhile: one after the other takes no longer.
+# Most seconds by which a second on the wires delays kernels meanwhile: running one after the other takes that long.
 MOST_DELAY = 1.0
 
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Bytes that ranks send, and that they receive, each `[ranks]`."""
+    """Bytes that ranks send and receive, each `[ranks]`."""
 
     sent: Amounts
     received: Amounts
 
     @classmethod
     def both_ways(cls, num_bytes: Amounts) -> "WireBytes":
-        """Returns as many bytes in each direction."""
+        """Returns the same bytes in each direction."""
         return cls(num_bytes, num_bytes)
 
 
@@ -46,8 +46,8 @@ class Cluster:
     """Ranks and their links.
 
     Attributes:
-        ranks_per_node: of them that share a node.
-        notes: everything that was not measured as it is asked for.
+        ranks_per_node: number of ranks that share a node.
+        notes: everything that was not measured as needed.
 
     Raises:
         ConfigError: links that these ranks need were not measured.
@@ -86,32 +86,32 @@ class Cluster:
         return np.maximum(*(self._both_ways(*each) for each in zip(links, (within, between), strict=True)))
 
     def alike_exchange(self, num_bytes: float) -> float:
-        """Returns the seconds in which every rank sends so many bytes, and receives as many, between nodes where there
-        are several."""
+        """Returns the seconds in which every rank sends and receives this many bytes, between nodes if there are
+        several."""
         crosses = self.num_ranks > self.ranks_per_node
         of_links = (WireBytes.both_ways(np.array(num_bytes * is_there)) for is_there in (not crosses, crosses))
         return float(self.exchange(*of_links))
 
     def share_beyond(self, group: int) -> FloatArray:
-        """Returns `[ranks]` part of the other ranks of each one's group, of so many neighbours, that are on other
+        """Returns `[ranks]` part of the other ranks of each one's group, of this many neighbours, that are on other
         nodes."""
         number = self.node_of * self.num_ranks + np.arange(self.num_ranks) // group
         _, of_rank, inside = np.unique(number, return_inverse=True, return_counts=True)
         return (group - inside[of_rank]) / max(1, group - 1)
 
     def to_next(self, num_bytes: Amounts, group: int) -> FloatArray:
-        """Returns `[ranks]` seconds of sending so many bytes to the next rank of a ring, over groups of so many
+        """Returns `[ranks]` seconds of sending this many bytes to the next rank of a ring, over groups of so many
         neighbours; in groups that span nodes some ranks send to another one, and all wait for it."""
         seconds = self._to_next(self.profile.within_node, num_bytes if self.ranks_per_node > 1 else 0 * num_bytes)
         between = self._to_next(self.profile.between_nodes, num_bytes * (self.share_beyond(group) > 0))
         return np.maximum(seconds, between)
 
     def all_gather(self, num_bytes: float) -> float:
-        """Returns the seconds of gathering tensors of so many bytes over all ranks."""
+        """Returns the seconds of gathering tensors of this many bytes over all ranks."""
         return self._collective("all_gather", num_bytes)
 
     def reduce_scatter(self, num_bytes: float) -> float:
-        """Returns the seconds of reducing tensors of so many bytes over all ranks."""
+        """Returns the seconds of reducing tensors of this many bytes over all ranks."""
         return self._collective("reduce_scatter", num_bytes)
 
     @property
@@ -137,9 +137,9 @@ class Cluster:
         return min(measured, MOST_DELAY)
 
     def _both_ways(self, links: LinkTimes | None, traffic: WireBytes) -> FloatArray:
-        """Returns the seconds of sending and receiving at once: as much as goes both ways, and the rest one way.
+        """Returns the seconds of sending and receiving at once: the common part both ways, and the rest one way.
 
-        They lie between those that were measured of the less, and of the more, in both directions: a single way never
+        They are between the measured times of the smaller and of the larger size in both directions: one way never
         takes longer than both.
         """
         more, less = np.maximum(traffic.sent, traffic.received), np.minimum(traffic.sent, traffic.received)
@@ -175,13 +175,13 @@ class Cluster:
 
 
 def _without_noise(seconds: Sequence[float]) -> list[float]:
-    """Returns times by rising sizes, none of which is longer than that of a larger size: small ones were disturbed."""
+    """Returns times by rising sizes, none longer than for a larger size: times of small ones may be disturbed."""
     return [*accumulate(reversed(seconds), min)][::-1]
 
 
 def _added_by_other_way(links: LinkTimes, num_bytes: Amounts) -> FloatArray:
-    """Returns the seconds that so many bytes add to at least as many that go the other way; more bytes never add
-    less."""
+    """Returns the seconds that this many bytes add to at least equally many that go the other way; more bytes never
+    add less."""
     sizes = np.array([0.0, *links.num_bytes])
     apart = np.array(_without_noise(links.exchange)) - np.array(_without_noise(links.one_way))
     added = np.maximum.accumulate([0.0, *apart])

@@ -1,14 +1,14 @@
-"""Checkpoint: parts of a pipeline written as one ordinary checkpoint of Transformers, without gathering them.
+"""Checkpoint: writes the parts of a pipeline as one ordinary Transformers checkpoint, without gathering them.
 
     model-00001-of-00004.safetensors   part 0, with the names that the whole model has
     ...
     model.safetensors.index.json       which file holds which weight, read from the headers of these files
     config.json, generation_config.json
 
-Each part is written by the first data rank of its stage, under another name first. When all are there, one rank
-renames them, never to the name of a file that an earlier checkpoint in the folder needs: one of such names is then
-model-00001-of-00004-b.safetensors. A new index makes them the checkpoint, in one step, and earlier weights are removed
-last. So the folder holds the earlier checkpoint or the new one, whatever fails.
+The first data rank of each stage writes its parts, at first under temporary names. When all are there, one rank
+renames them, never to the name of a file that an earlier checkpoint in the folder needs: to avoid that, a name may
+become model-00001-of-00004-b.safetensors. A new index makes them the checkpoint, in one step, and earlier weights are
+removed last. So the folder always holds the earlier checkpoint or the new one, whatever fails.
 """
 
 import json
@@ -32,7 +32,7 @@ from distca_hf.whole_file import replaced
 
 
 INDEX = "model.safetensors.index.json"
-# Weights of a checkpoint, this one or an earlier one of another shape.
+# Files of weights of a checkpoint, this one or an earlier one with other files.
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5}(-b)?)?\.(safetensors|bin)(\.index\.json)?")
 UNFINISHED = ".unfinished"
 # Weights in a single file: Transformers reads them even if there is an index.
@@ -45,11 +45,11 @@ def save_parts(parts: Sequence[ModelPart], folder: str | Path, plugin: ParallelC
 
     Args:
         parts: of this rank.
-        folder: made if it is not there. Weights of an earlier checkpoint are removed once the new one is whole.
-        plugin: the one that the parts were loaded with.
+        folder: created if necessary. Weights of an earlier checkpoint are removed once the new one is complete.
+        plugin: the one with which the parts were loaded.
 
     Raises:
-        ConfigError: files of other stages cannot be seen here.
+        ConfigError: files of other stages are not visible here.
         PeerLostError: a rank could not write its part.
     """
     folder, grid = Path(folder), plugin.members.grid
@@ -72,8 +72,8 @@ def _file_of(part: int, num_parts: int) -> str:
 
 
 def _whole_weights(model: PreTrainedModel, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Returns the weights of a part on the host; nothing where they are not kept. Data ranks that shard them (FSDP2)
-    bring them together one by one."""
+    """Returns the weights of a part on the host; nothing unless `keep`. Data ranks that shard them (FSDP2) gather them
+    one by one."""
     weights: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -83,7 +83,7 @@ def _whole_weights(model: PreTrainedModel, *, keep: bool) -> dict[str, torch.Ten
 
 
 def _finish(first_part: ModelPart, folder: Path) -> None:
-    """Puts all parts in the place of an earlier checkpoint, and writes what else belongs to it."""
+    """Replaces an earlier checkpoint with all parts, and writes all other files."""
     files = [_file_of(part, first_part.num_parts) for part in range(first_part.num_parts)]
     missing = [name for name in files if not (folder / (name + UNFINISHED)).is_file()]
     if missing:
@@ -110,7 +110,7 @@ def _finish(first_part: ModelPart, folder: Path) -> None:
 
 
 def _files_of_index(path: Path) -> set[str]:
-    """Returns the files of weights that an index names; none if it cannot be read, and so no checkpoint either."""
+    """Returns the files of weights that an index names; none if it cannot be read, as then no checkpoint can."""
     try:
         return set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -130,7 +130,7 @@ def _write_configuration(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Returns the entries of a file of safetensors by weight: 8 bytes say how long they are, and JSON follows."""
+    """Returns the entries of a safetensors file by weight: 8 bytes give their length, and JSON follows."""
     with path.open("rb") as file:
         header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)

@@ -4,7 +4,7 @@
         └───────load(part)──────────────▶ one part: a stage reads only its own weights
 
 A part is a model of the same class with the same names. Modules that other parts run are replaced before weights are
-read, so that neither memory nor files are touched for them. `torch.distributed.pipelining` calls it:
+read, so they need neither memory nor reads. `torch.distributed.pipelining` calls it:
 
     schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch splits along the first dimension
         part(ids or hidden [1, T], position_ids [1, T], ..., plan [1, 1])     the number of a plan becomes the plan
@@ -32,27 +32,26 @@ from distca_hf.torch_private import schedule_that_runs
 
 
 class Examples(TypedDict):
-    """Arguments of `PipelineStage` by their names: shapes and dtypes of what a part gets and returns, on the meta
-    device."""
+    """Arguments of `PipelineStage` by name: shapes and dtypes of a part's input and output, on the meta device."""
 
     input_args: torch.Tensor
     output_args: torch.Tensor
 
 
 class ModelPart(nn.Module):
-    """One part of a divided model, to be given to `PipelineStage`, wrapped (DDP, FSDP2) or not.
+    """One part of a divided model, for `PipelineStage`, wrapped (DDP, FSDP2) or not.
 
     Args:
         model: enabled; modules of other parts pass their input on.
         layers: its layers.
         number: of the part.
-        pipeline: that it is a part of.
-        rows: tokens of a micro-batch on this rank, padding included; torch wants one shape for all.
-        autocast_dtype: in which layers compute; None: in the dtype of their weights.
+        pipeline: to which the part belongs.
+        rows: tokens of a micro-batch on this rank, including padding; torch needs one shape for all.
+        autocast_dtype: in which layers compute; None: the dtype of their weights.
         hidden_dtype: of hidden states that stages send; None: the dtype of the weights.
 
     Attributes:
-        layers: of the model that are in it.
+        layers: the model's layers that are in this part.
         chunk: number of the part on its stage.
         is_first, is_last: whether it has the embeddings, the head.
         hidden_dtype: of hidden states that stages send.
@@ -79,8 +78,8 @@ class ModelPart(nn.Module):
         self.checks_schedule = False
 
     def __call__(self, *given: torch.Tensor, plan: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
-        """Runs the part on one micro-batch. The plan's number is read here, before FSDP2's hooks would move it to a
-        GPU: reading it there would wait.
+        """Runs the part on one micro-batch. Reads the plan's number before FSDP2's hooks move it to a GPU, where
+        reading would wait.
 
         Args:
             given: `[1, T]` int64 tokens for the first part, `[1, T, hidden size]` for the others.
@@ -91,7 +90,7 @@ class ModelPart(nn.Module):
             `[1, T, hidden size]`, or `[1, T, vocabulary]` logits of the last part.
 
         Raises:
-            PlanError: it is not one micro-batch, or has another shape than stages exchange.
+            PlanError: it is not one micro-batch, or does not have the shape that stages exchange.
             ConfigError: the schedule would change gradients, or compute none.
         """
         if self.checks_schedule:
@@ -156,7 +155,7 @@ class ModelPart(nn.Module):
 
     def examples(self) -> Examples:
         """Returns `input_args` and `output_args` of `PipelineStage`: without them torch would run the model once to
-        find shapes. No gradient would come back for outputs that need none."""
+        find shapes. They require gradients, because torch sends none back for outputs that do not."""
         tokens = torch.empty((1, self.rows), dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden, dtype=self.hidden_dtype, device="meta", requires_grad=True)
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -177,7 +176,7 @@ class DividedModel:
         dtype: of the weights.
 
     Attributes:
-        outline: the whole model on the meta device, for `plugin.dataloader(model=...)`: placement follows all layers.
+        outline: the whole model on the meta device, for `plugin.dataloader(model=...)`: placement needs all layers.
         stack: its modules in order.
 
     Raises:
@@ -211,12 +210,12 @@ class DividedModel:
         Args:
             number: of the part; see `parts_of_stage`.
             plugin: settings, and the ranks that run this part together.
-            autocast_dtype: in which its layers compute, bfloat16 for weights in float32; None: in the weights' own.
-            hidden_dtype: of hidden states that stages send; None: the weights' own. Where FSDP2 casts weights
-                (`MixedPrecisionPolicy`), its `param_dtype`, without autocast.
+            autocast_dtype: in which its layers compute, bfloat16 for weights in float32; None: the weights' dtype.
+            hidden_dtype: of hidden states that stages send; None: the weights' dtype. If FSDP2 casts weights
+                (`MixedPrecisionPolicy`), give its `param_dtype`, without autocast.
 
         Raises:
-            ConfigError: the checkpoint lacks weights, or has them in other shapes; ranks are other stages; or the
+            ConfigError: the checkpoint lacks weights, or has them in other shapes; ranks have other stages; or the
                 plugin has no tokens_per_rank.
             UnsupportedAttentionError: the model cannot run on distca.
         """
@@ -236,7 +235,7 @@ class DividedModel:
         return ModelPart(model, layers, number, self.pipeline, tokens, autocast_dtype, hidden_dtype)
 
     def read(self, number: int) -> PreTrainedModel:
-        """Reads the weights of one part, on the host, into a model that is not enabled.
+        """Reads the weights of one part into a model on the host that is not enabled.
 
         Raises:
             ConfigError: the checkpoint lacks weights, or has them in other shapes.
@@ -263,8 +262,8 @@ class DividedModel:
         return range(begin, begin + layers_of_parts[number])
 
     def _class_of_part(self, number: int) -> type[PreTrainedModel]:
-        """Returns the model's class, made to leave other parts out when it is initialised: `from_pretrained` does so
-        without memory, and reads weights afterwards."""
+        """Returns a subclass of the model's class that leaves other parts out when initialised. `from_pretrained`
+        initialises it without memory, and reads weights afterwards."""
         whole, stack, layers = type(self.outline), self.stack, self._layers_of(number)
         ends = {"is_first": number == 0, "is_last": number == self.pipeline.num_parts - 1}
 

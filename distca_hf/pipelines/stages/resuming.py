@@ -1,10 +1,10 @@
-"""Resuming: the training of a pipeline saved in a folder, by all ranks together, and read from there.
+"""Resuming: all ranks together save the training of a pipeline in a folder, and read it from there.
 
-FOLDER.unfinished       `torch.distributed.checkpoint` (DCP) writes here; its .metadata comes last
-FOLDER                  a checkpoint that is whole: renamed once all ranks have written
-FOLDER.earlier          the one that was there before, while the new one takes its name
+FOLDER.unfinished       `torch.distributed.checkpoint` (DCP) writes here, its .metadata last
+FOLDER                  a complete checkpoint: renamed once all ranks have written
+FOLDER.earlier          the previous one, while the new one takes its name
 
-The .metadata of a checkpoint is written last and removed first, so one that has it is whole.
+The .metadata of a checkpoint is written last and removed first, so a checkpoint that has it is complete.
 """
 
 import shutil
@@ -42,21 +42,21 @@ def save_training(
     plugin: ParallelContext,
     **others: Stateful,
 ) -> None:
-    """Saves weights, the optimizer's state and random states, so that `load_training` goes on from here. A collective
-    call of all stages between optimizer steps, with one folder that all ranks share.
+    """Saves weights, the optimizer's state and random states for `load_training`. A collective call of all stages
+    between optimizer steps, with one folder that all ranks share.
 
     Args:
         parts: of this rank.
         optimizer: of all their weights.
-        folder: only for one checkpoint. One that is there is replaced when the new one is whole. A symbolic link
-            stays: what it points to is replaced.
-        plugin: the one that the parts were loaded with.
-        others: whatever else has `state_dict` and `load_state_dict`, under names of your choice: the loader, the
-            learning-rate schedule. Equal on all ranks: one of them writes each.
+        folder: only for one checkpoint. An existing one is replaced when the new one is complete. A symbolic link
+            stays, and its target is replaced.
+        plugin: the one with which the parts were loaded.
+        others: anything else with `state_dict` and `load_state_dict`, under names of your choice: the loader, the
+            learning-rate schedule. Must be equal on all ranks, because one of them writes each.
 
     Raises:
         ConfigError: the folder holds other files; ranks do not share it; or the optimizer has weights of no part.
-        CheckpointError: a rank could not write, or not rename; what was in the folder is still there.
+        CheckpointError: a rank could not write or rename; the earlier content of the folder is still there.
     """
     folder, grid = Path(folder).resolve(), plugin.members.grid
     state = TrainingState(parts, optimizer, grid, plugin.device, others)
@@ -94,22 +94,22 @@ def load_training(
     plugin: ParallelContext,
     **others: Stateful,
 ) -> None:
-    """Goes on where `save_training` saved. A collective call of all stages, before the first step.
+    """Resumes a training that `save_training` saved. A collective call of all stages, before the first step.
 
-    With the same stages, data ranks and chunks, training is then bit-equal to one that was never interrupted. Weights
-    and the optimizer's state can be read on others, with FSDP2 as with DDP; random states are not.
+    With the same stages, data ranks and chunks, training is then bit-equal to an uninterrupted one. Weights and the
+    optimizer's state can be read on others, with FSDP2 as with DDP; random states cannot.
 
     Args:
         parts: of this rank.
         optimizer: a new one, of all their weights. Its settings become the checkpoint's.
         folder: as saved.
-        plugin: the one that the parts were loaded with.
-        others: those that were saved, under the same names. One that is left out begins anew, with a warning. A
-            learning-rate schedule is made before, as it adds settings to the optimizer.
+        plugin: the one with which the parts were loaded.
+        others: the saved ones, under the same names. One that is left out starts afresh, with a warning. Create a
+            learning-rate schedule before this call: it adds settings to the optimizer.
 
     Raises:
-        ConfigError: no whole checkpoint exists; or it is of another model, optimizer or position in the data. When a
-            position is refused, weights are from the checkpoint already.
+        ConfigError: there is no complete checkpoint, or it is of another model, optimizer or position in the data.
+            When a position is refused, weights have already been loaded.
         CheckpointError: a rank could not read.
     """
     folder, grid = Path(folder).resolve(), plugin.members.grid
@@ -136,15 +136,15 @@ def load_training(
 
 
 def _remove(folder: Path) -> None:
-    """Removes a checkpoint, if there is one, or a link of its name. Its description goes first: what an end in the
-    midst of this leaves is not taken for whole."""
+    """Removes a checkpoint, if there is one, or a link of its name. Removes the description first: if interrupted, the
+    rest does not count as complete."""
     with suppress(OSError):
         (folder if folder.is_symlink() else folder / METADATA).unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport) -> None:
-    """Gives a checkpoint that is whole its name, on the first rank, while the others wait."""
+    """Renames a complete checkpoint on the first rank, while the others wait."""
     grid, problem = transport.grid, None
     if grid.number == 0:
         try:
@@ -172,7 +172,7 @@ def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Checks that a folder holds nothing but a checkpoint of DCP, as it will be removed with all that it holds."""
+    """Checks that a folder holds nothing but a checkpoint of DCP, because it will be removed with its content."""
     if folder.is_dir():
         names = sorted(path.name for path in folder.iterdir())
         foreign = [name for name in names if not name.endswith(".distcp") and not name.startswith(METADATA)]
@@ -206,7 +206,7 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport: Transport) -> None:
-    """Checks that a checkpoint holds what this rank goes on with, and nothing that has no place on any rank."""
+    """Checks that a checkpoint holds everything that this rank needs, and nothing that no rank needs."""
     saved, grid = metadata.state_dict_metadata, transport.grid
     wrong = []
     for name, entry in entries.items():
@@ -220,7 +220,7 @@ def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport
             wrong.append(f"{name} is missing")
         elif there != here:
             wrong.append(f"{name} is {there}, and here {here}")
-    # Settings that the optimizer had for weights of this rank.
+    # Settings that the saved optimizer had for weights of this rank.
     weights = {name.removeprefix(WEIGHTS) for name in entries if name.startswith(WEIGHTS)}
     for name in saved:
         weight, _, _ = name.removeprefix(SETTINGS).rpartition(".")

@@ -1,9 +1,9 @@
 """Stack: a model as pipeline stages see it: modules before its layers, a list of layers, modules after them.
 
-Transformers writes this down for each class whose layers pass hidden states on and nothing else
-(`base_model_pp_plan`). Its forward pass is then tried without weights. Where all modules of the stack pass their
-input on, hidden states must come out as the very tensor that went in. A model that scales or adds something on the way
-would do it in each stage again.
+Transformers declares this for each class whose layers pass on hidden states and nothing else (`base_model_pp_plan`).
+The forward pass is then tried without weights. If all modules of the stack pass their input on, hidden states must
+come out as the very tensor that went in. A model that scales or adds something on the way would repeat it in each
+stage.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from distca_hf.integrations.models.mixers import mixers_of
 
 
 class PassThrough(nn.Module):
-    """Stands for a module that another stage runs: hands its first argument on."""
+    """Replaces a module that another stage runs, and returns its first argument."""
 
     def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Returns the first argument."""
@@ -28,10 +28,10 @@ class PassThrough(nn.Module):
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Names of the modules of a model, in the order in which hidden states meet them.
+    """Names of the modules of a model, in the order in which hidden states pass them.
 
     Attributes:
-        before: embeddings, and what follows them until the first layer; the first stage runs them.
+        before: embeddings, and everything up to the first layer; the first stage runs them.
         layers: the list of layers.
         num_layers: its length.
         after: the last norm and the head; the last stage runs them.
@@ -47,7 +47,7 @@ class LayerStack:
         """Finds the stack of a model.
 
         Args:
-            whole: the model with all layers, on the meta device. It is left as it was.
+            whole: the model with all layers, on the meta device. It is restored afterwards.
 
         Raises:
             ConfigError: it cannot be divided into stages; says why.
@@ -95,7 +95,7 @@ class LayerStack:
         )
 
     def _check_nothing_else_is_done(self, whole: PreTrainedModel) -> None:
-        """Runs the model without its modules and weights: it must hand its input on."""
+        """Runs the model without its modules and weights: it must return its input."""
         given = torch.empty((1, 2, whole.config.get_text_config().hidden_size), device="meta", dtype=whole.dtype)
         positions = torch.zeros((1, 2), device="meta", dtype=torch.int64)
         removed = self.keep(whole, range(0), is_first=False, is_last=False)
@@ -119,7 +119,7 @@ class LayerStack:
 
         Args:
             layers: numbers of the layers that stay.
-            is_first, is_last: whether the modules before the layers stay, and those after them.
+            is_first, is_last: whether the modules before the layers, and after them, stay.
 
         Returns:
             The modules that were replaced, by name.

@@ -1,7 +1,7 @@
 """Step: prepares the micro-batches of an optimizer step for `schedule.step`, and computes the loss of the last stage.
 
-It also says which parts of the model a stage holds under a schedule of `torch.distributed.pipelining`, and which
-schedules cannot run.
+Also finds out which parts of the model a stage holds under a schedule of `torch.distributed.pipelining`, and refuses
+schedules that cannot run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from distca_hf.pipelines.stages.divided_model import ModelPart
 from distca_hf.runtime.live_plan import LivePlan
 
 
-# Schedules of torch whose backward is divided in two, for inputs and for weights.
+# Torch's schedules whose backward is divided in two, for inputs and for weights.
 DIVIDED_BACKWARD = frozenset({"ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV"})
 # Schedules whose second chunk goes back through the stages.
 V_SHAPED = frozenset({"ScheduleZBVZeroBubble", "ScheduleDualPipeV"})
-# Wrappers that average gradients in hooks of backward. With a divided one torch 2.13 calls none of DDP's, and leaves
-# out gradients of parts between the first and the last with FSDP2.
+# Wrappers that average gradients in hooks of backward. If backward is divided, torch 2.13 calls none of DDP's hooks,
+# and with FSDP2 leaves out gradients of parts between the first and the last.
 WRAPPERS = (nn.parallel.DistributedDataParallel, FSDPModule)
 # Base class of schedules that run one part on each stage.
 ONE_PART = "PipelineScheduleSingle"
@@ -42,8 +42,8 @@ def parts_of_stage(schedule: type, pipeline: Pipeline, stage: int) -> list[int]:
 
 
 def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules: Sequence[nn.Module]) -> None:
-    """Checks that a schedule can run these parts, and that they send hidden states in one dtype. Stages agree on it in
-    every step (`StepLoss.begin`), each with that of one part.
+    """Checks that a schedule can run these parts, and that they send hidden states in one dtype. In every step, stages
+    compare the dtype of one part of each (`StepLoss.begin`).
 
     Args:
         schedule: a class of `torch.distributed.pipelining`.
@@ -61,7 +61,7 @@ def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules
             "ScheduleInterleaved1F1B, or 1 chunk"
         )
     parts = [part for module in modules for part in module.modules() if isinstance(part, ModelPart)]
-    for part in parts:  # or another stage would take the bytes of one dtype for the other's
+    for part in parts:  # otherwise another stage would read the bytes as the wrong dtype
         if part.hidden_dtype != parts[0].hidden_dtype:
             raise ConfigError(
                 f"part {parts[0].number} of the model sends hidden states in {parts[0].hidden_dtype}, and part "
@@ -110,7 +110,7 @@ class StepInputs:
         """Joins batches of `plugin.dataloader`.
 
         Raises:
-            ConfigError: there are none; or they have several shapes.
+            ConfigError: there are none, or their shapes differ.
         """
         shapes = [tuple(batch["input_ids"].shape) for batch in batches]
         if not shapes:
@@ -149,8 +149,8 @@ class StepLoss:
     """The model's own loss, over all labels of an optimizer step: the `loss_fn` of a schedule, with
     `scale_grads=False`. The first part that runs in a step checks the schedule.
 
-    Gradients are averaged over data ranks by DDP and FSDP. So a rank divides the sum over its labels by its share of
-    all of them. Then the mean over data ranks is the mean over all labels.
+    DDP and FSDP average gradients over data ranks. So a rank divides the sum over its labels by its share of all of
+    them. Then the mean over data ranks is the mean over all labels.
 
     Args:
         part: any of this stage.
@@ -168,7 +168,7 @@ class StepLoss:
         states that stages send, over all stages. A collective call of all stages.
 
         Raises:
-            PlanMismatchError: a rank holds other micro-batches, or has them in another order: a stage would go on with
+            PlanMismatchError: a rank holds other micro-batches, or in another order: a stage would continue with
                 hidden states of other tokens. Or its hidden states have another size or dtype.
         """
         numbers = [plan.micro_batch for plan in step.plans]
@@ -187,10 +187,10 @@ class StepLoss:
 
         Args:
             logits: `[1, T, vocabulary]`.
-            shift_labels: int64 `[1, T]`, shifted already; -100 where there is none.
+            shift_labels: int64 `[1, T]`, already shifted; -100 for tokens without a label.
 
         Raises:
-            ConfigError: no step has begun, or the one that has is over.
+            ConfigError: no step has begun, or the last one is over.
         """
         self._micro_batches_left -= 1
         if self._share is None or self._micro_batches_left < 0:

@@ -1,13 +1,13 @@
-"""Training state: what a rank of a pipeline saves to go on later, as `torch.distributed.checkpoint` (DCP) takes it.
+"""Training state: what a rank of a pipeline saves to resume, as entries of `torch.distributed.checkpoint` (DCP).
 
     weights.NAME            of the parts on this rank
     optimizer.*.NAME.*      of each of these weights: states, and settings of its group
     random.STAGE AND RANK   states of this rank's random generators
     others.NAME             of a loader, a learning-rate schedule and the like; the same on all ranks
 
-Weights have the names of the whole model. So no two stages have an entry of one name, and DCP can read entries into
-other stages, chunks and data ranks than wrote them. Data ranks of a stage have parts of its tensors (FSDP2), or all
-have the same.
+Weights have the names of the whole model. So no two stages have an entry of the same name, and the stages, chunks and
+data ranks that read entries may differ from those that wrote them. Data ranks of a stage have parts of its tensors
+(FSDP2), or all have the same.
 """
 
 import io
@@ -25,12 +25,12 @@ from distca_hf.errors import ConfigError
 from distca_hf.pipelines.stages.divided_model import ModelPart
 
 
-# Groups of an optimizer are numbered on each stage, so that two stages' would be taken for the same. Flat,
-# every weight has the settings of its group.
+# Each stage numbers the groups of its optimizer, so groups of two stages would seem the same. In a flat state, every
+# weight has the settings of its group.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 WEIGHTS, OPTIMIZER, RANDOM, OTHERS = "weights.", "optimizer.", "random.", "others."
 STATES, SETTINGS = f"{OPTIMIZER}state.", f"{OPTIMIZER}param_groups."
-# No setting: all names of a group, where an optimizer was given weights with names. They differ between stages.
+# Not a setting: all names of a group, if an optimizer was given weights with names. They differ between stages.
 NAMES_OF_GROUP = ".param_names"
 
 Entries = dict[str, Any]
@@ -44,7 +44,7 @@ class TrainingState:
         optimizer: of their weights.
         grid: of all ranks.
         device: of the training; a GPU has its own random numbers.
-        others: whose states are saved as well, by name.
+        others: objects whose states are saved, too, by name.
 
     Attributes:
         random_entry: name of the entry with random states of this rank.
@@ -76,28 +76,28 @@ class TrainingState:
             )
 
     def to_save(self) -> Entries:
-        """Returns all entries of this rank. Tensors are the training's, and no copies."""
+        """Returns all entries of this rank. Tensors are the training's own, not copies."""
         is_new = not self._optimizer.state
         entries = _without_names(self._entries_with_room())
-        if is_new:  # torch has made the states of a first step, which would count as one
+        if is_new:  # torch has created the states of a first step, which would count as one
             self._optimizer.state.clear()
             entries = {name: entry for name, entry in entries.items() if not name.startswith(STATES)}
         others = {f"{OTHERS}{name}": _packed(other.state_dict()) for name, other in self._others.items()}
         return {**entries, **others, self.random_entry: _packed(random_states(self._device))}
 
     def load(self, saved: Mapping[str, object], read: Callable[[Entries], None]) -> None:
-        """Goes on with entries that were saved.
+        """Loads saved entries.
 
         Args:
             saved: entries of the checkpoint, by name.
-            read: called with entries of this rank; puts what was saved in their place, of tensors in their memory.
+            read: called with entries of this rank; replaces them with the saved ones, tensors in place.
 
         Raises:
-            ConfigError: weights that are in one group of the optimizer had other settings each.
+            ConfigError: weights in one group of the optimizer were saved with different settings.
         """
         here = self._entries_with_room()
         entries = _without_names(here)
-        # Weights that the optimizer had nothing for when it was saved, as they had no gradient until then.
+        # Weights without saved states, because they had no gradient until then.
         new, states = [], [name for name in here if name.startswith(STATES)]
         for weight_name, weight in self._whole.named_parameters():
             names = [name for name in states if name.startswith(f"{STATES}{weight_name}.")]
@@ -112,7 +112,7 @@ class TrainingState:
         here |= entries
         self._check_groups(here)
         weights, of_optimizer = _without_prefix(WEIGHTS, here), _without_prefix(OPTIMIZER, here)
-        # Groups without weights, such as that of embeddings on stages that have none, are hidden: flat settings are
+        # Groups without weights, such as the embeddings' on stages that have none, are hidden: flat settings have
         # names of weights, and torch looks for the first weight of every group.
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [group for group in groups if group["params"]]
@@ -134,8 +134,8 @@ class TrainingState:
             set_random_states(_unpacked(entries[self.random_entry], self._device), self._device)
 
     def _entries_with_room(self) -> Entries:
-        """Returns weights, and what the optimizer has for them. A new one gets states as after a step that changes
-        nothing, so that there is something to read into."""
+        """Returns weights, and the optimizer's states and settings of them. A new optimizer gets states as after a
+        step that changes nothing, to read into."""
         weights, of_optimizer = get_state_dict(self._whole, self._optimizers, options=OPTIONS)
         return {
             **{f"{WEIGHTS}{name}": weight for name, weight in weights.items()},
@@ -159,7 +159,7 @@ class TrainingState:
 
 
 def _joined(parts: Sequence[ModelPart]) -> nn.Module:
-    """Returns a module that has the weights of all parts, by the names of the whole model; it computes nothing."""
+    """Returns a module with the weights of all parts, by the names of the whole model; it computes nothing."""
     whole = nn.Module()
     for part in parts:
         for name, weight in part.model.state_dict(keep_vars=True).items():
@@ -181,19 +181,19 @@ def _without_names(entries: Entries) -> Entries:
 
 
 def _without_prefix(prefix: str, entries: Entries) -> Entries:
-    """Returns entries whose names begin like this, without it."""
+    """Returns entries whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
 
 
 def _packed(state: object) -> bytes:
-    """Returns anything as one entry. DCP would take a dict apart, and want its keys in what it reads into."""
+    """Returns anything as one entry. DCP would divide a dict, and need its keys in the object that it reads into."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
 def _unpacked(entry: bytes, device: torch.device) -> Any:
-    """Returns what was packed. Tensors of the GPU of the rank that wrote it come to this one's."""
+    """Returns what was packed. Tensors of the writing rank's GPU are moved to this rank's."""
 
     def place(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
