@@ -234,8 +234,6 @@ print(hasattr(Trainer.train, "_distca_attaches"), "distca_hf" in sys.modules, *s
         ("0", "import distca_hf", "False True"),
         ("", f"import runpy; runpy.run_path({str(REPOSITORY / 'examples/ms_swift_plugin.py')!r})", "True True"),
         ("1", "", "True True"),
-        ("0", "", "False False"),
-        ("yes", "import distca_hf", "environment variable DISTCA_ATTACH='yes' is neither 1 nor 0"),
         ("yes", "", "environment variable DISTCA_ATTACH='yes' is neither 1 nor 0"),
         ("yes", "import torch; sys.exit('harmless')", "harmless"),
     ],
