@@ -185,7 +185,7 @@ class PlacedLoader:
         return with_checksum({**self._identity(), **self._sizes(), **place, "pipeline": self._shape}, documents)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at a saved position at the next iteration. If ranks x tokens_per_rank changed, packs the rest of
+        """Makes the next iteration continue at a saved position. If ranks x tokens_per_rank changed, packs the rest of
         the epoch anew: no document is lost, and none comes twice.
 
         Raises:
@@ -197,7 +197,7 @@ class PlacedLoader:
         # 2. If micro-batches depend on sizes, these must be the same, too.
         position.check_sizes(self._sizes(), self._shape, self._planner.whole_documents)
         micro_batch, taken, steps_from = position.micro_batch, position.taken, position.steps_from
-        # 3. If micro-batches have other tokens, the rest of the epoch is packed anew, and counted from its beginning.
+        # 3. If micro-batches hold another number of tokens, the rest is packed anew, and counted from its beginning.
         if position.sizes != self._sizes():
             steps_from = micro_batch
         if position.capacity_tokens != self._capacity_tokens:
@@ -222,7 +222,7 @@ class PlacedLoader:
         return sum_of_documents(np.arange(len(self._source))) - sum_of_documents(packed.left(micro_batch))
 
     def _go_on_at(self, cursor: Cursor, packed: SteppedEpoch) -> bool:
-        """Continues there at the next iteration. At the end of an epoch, begins the next one and returns False."""
+        """Makes the next iteration continue there. At the end of an epoch, begins the next one and returns False."""
         is_left = cursor.micro_batch < packed.num_micro_batches
         self._loaded = self._position = cursor if is_left else Cursor(cursor.epoch + 1)
         return is_left
