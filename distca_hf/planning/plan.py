@@ -331,8 +331,8 @@ def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK
     held = join_neighbours(layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank)
     if not layout.stripes:
         return Plan(layout, Tasks.sort(*held, mask=mask))
-    # 1. Documents with a stripe have only tasks of single groups. Outside the stripe each stays with its owner; inside,
-    #    ranks divide the groups.
+    # 1. Documents with a stripe have only tasks of single groups. Outside the stripe each stays with its owner. Inside
+    #    it ranks divide the groups.
     rows = []
     by_task = np.stack(held, axis=1)  # document, start, stop, rank
     has_stripe = np.isin(held[0], [stripe.document for stripe in layout.stripes])
