@@ -318,7 +318,7 @@ def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: to
         tokens, heads = call.queries.stop - call.queries.start, q.shape[1] * call.rows_per_token // groups
         prefix += tokens * heads * q.shape[2]
     remote_queries = 0
-    if routing.queries is not None:  # queries, outputs, both gradients and log-sum-exps, in flight and at their targets
+    if routing.queries is not None:  # queries, outputs, both gradients and log-sum-exps, in flight and at the target
         heads, query, value = q.shape[1], q.shape[2] * q.element_size(), v.shape[2] * q.element_size()
         lse, sent = accumulation_dtype(q.dtype).itemsize, len(routing.queries.send_rows)
         remote_queries = heads * (
