@@ -301,7 +301,7 @@ def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> to
         rows, length = tokens.shape
         return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
     positions = positions.expand(tokens.shape)
-    # Side by side, so that one copy brings both to the host.
+    # Joined to copy both to the host at once.
     starts = _restarts(positions).flatten().nonzero().flatten()
     starts, first_positions = torch.stack([starts, positions.flatten()[starts]]).cpu()
     check_beginnings(first_positions)
@@ -328,7 +328,7 @@ def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) 
 
 def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
     """Returns `[documents]` lengths from offsets. `[B, T]` positions must restart at these."""
-    # Side by side, so that one copy brings both to the host.
+    # Joined to copy both to the host at once.
     numbers = torch.cat([offsets.flatten().to(positions.device), positions.flatten()]).cpu().numpy()
     lengths = check_cu_seqlens(numbers[: offsets.numel()], positions.numel())
     begins = np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -14,7 +14,7 @@ before any layer runs. A thread plans micro-batches that are known before their 
     later passes             copy their plan to the device
 
 The host does this only while the device is busy, and never waits. The thread touches neither process groups nor device
-streams. The pass uses this plan if all ranks show that they have it; otherwise it gathers lengths and plans.
+streams. The pass uses its plan if all ranks show that they have it; otherwise the pass gathers lengths and plans.
 
 If a layer's state cannot travel between ranks, each rank needs its documents whole, in the order of its batch. Then
 tokens stay, and attention tasks move.
@@ -168,7 +168,7 @@ class GivenPlanner:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
         Args:
-            trains: whether the model trains on it, so that it is counted.
+            trains: whether the model trains on it; only then is it counted.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs of the pass's results.

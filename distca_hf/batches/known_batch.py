@@ -106,7 +106,7 @@ class KnownBatch:
         """Refuses a pass on embeddings in the shape of this batch that tells no documents apart.
 
         Raises:
-            PackingError: the pass is refused.
+            PackingError: names the shape of the embeddings.
         """
         if embeddings.shape[:2] == self._shape and not self.tells_documents(batch) and self.is_packed(batch):
             kind = "a pack" if self.plan is None else f"placed micro-batch {self.plan.micro_batch}"

@@ -4,10 +4,10 @@
     any other batch ───────────────── one copy to the host ──────────────read────────▶ pass    one wait
 
 The collator adds a `Reading` to the batch. Before a model or a loss sees the batch, we take this entry out and mark
-the storages of the tensors it read, as in `known_batch`. A pass uses the mark only if all these tensors are still the
+the storages of the tensors to read, as in `known_batch`. A pass uses the mark only if all these tensors are still the
 same, and unchanged.
 
-The tokens of a padded batch become one pack, which remembers their places in the rows:
+The tokens of a padded batch become one pack, and their places in its rows are remembered:
 
     mask  0 0 1 1 1         tokens     a a a b b b b
           1 1 1 1 0    ──▶  positions  0 1 2 0 1 2 3

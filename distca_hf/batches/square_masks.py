@@ -88,7 +88,7 @@ def tokens_in(batch: Batch) -> dict[str, Any]:
 
 
 def _attends(mask: torch.Tensor) -> torch.Tensor:
-    """Returns bool, True where a query attends to a key."""
+    """Returns bool, True if a query attends to a key."""
     return mask if mask.dtype == torch.bool else mask == 0
 
 

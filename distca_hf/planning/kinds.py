@@ -81,7 +81,7 @@ def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_extra: int = 0)
     alone = (1.0,) * (plan.layout.num_ranks - num_extra) + (0.0,) * num_extra if num_extra else ()
     values, weights = [], []
     for mask, count in layer_masks:
-        if mask.within(plan.layout.longest_document_tokens) == CAUSAL_MASK:  # such layers follow the plan
+        if mask.within(plan.layout.longest_document_tokens) == CAUSAL_MASK:  # these layers follow the plan
             values.append(plan.imbalance)
             weights.append(count * float((plan.work / plan.tasks.head_groups).sum()))
         else:  # every rank computes the queries that it holds

@@ -290,7 +290,7 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
         """Sorts by chunk and rank, then in the order of remote-query rows; counts rows of each chunk and rank."""
         chunk = chunks.of_remote_queries(chosen.computing_rank, chosen.lines)
         counts = counts_by_chunk(chunk, ranks, chosen.rows, chunks.count, num_ranks)
-        # lexsort keeps the order of equals: inside of a chunk and rank pieces stay sorted by document and start.
+        # lexsort keeps the order of equals: within a chunk and rank, pieces stay sorted by document and start.
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
 
     # 2. Pieces that leave this rank, come from others, and stay.

@@ -139,12 +139,12 @@ class PreparedBackward:
 
     Args:
         spec: how these layers attend.
-        rows, dq: those tensors of one of these layers.
+        rows, dq: tensors of one of these layers.
         of_keys: its keys, values and their gradients, local ones or the remote KV's.
 
     Attributes:
         call, spec: the call, and how it attends.
-        dout, dq, dk, dv: return the call's part of such a tensor.
+        dout, dq, dk, dv: functions that return the call's part of the tensor.
         dq_shape: shape of the part of dq.
     """
 

@@ -36,7 +36,7 @@ class PassCalls(NamedTuple):
         masks: mask of each call.
         tensors: dtypes and heads of each call.
         states: layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents
-            has the previous pass's.
+            keeps the previous pass's.
     """
 
     masks: list[Mask]

@@ -172,7 +172,7 @@ class _Move(torch.autograd.Function):
     def forward(
         ctx: Any, rows: PassRows, goes_in: bool, anchor: torch.Tensor | None, *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Moves rows. An anchor requires a gradient, so that backward runs even if no value needs one on this rank."""
+        """Moves rows. An anchor requires a gradient, so backward runs even if no value needs one on this rank."""
         ctx.rows, ctx.goes_in = rows, goes_in
         ctx.are_float = [value.is_floating_point() for value in values]
         ctx.shapes = [value.shape for value in values]

@@ -125,7 +125,7 @@ class GreedyMoves:
     """A plan in the making: the queries that moved so far, and the keys that ranks have received.
 
     Args:
-        tile_tokens: cuts are multiples of this if there is such a cut, otherwise of 1.
+        tile_tokens: cuts are multiples of this if possible, otherwise of 1.
         negligible_work: surplus and room up to this are ignored.
         busy_bytes: estimate of the bytes that the busiest rank sends.
         spare_room: see `Strategy`.

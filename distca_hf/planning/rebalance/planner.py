@@ -285,7 +285,7 @@ def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tol
         best, steps = _better(best, tried), steps + tried.steps
         if _suffices(best, good_enough) or steps > most_steps:
             break
-    else:  # once more, with prices that follow from the bytes of the best
+    else:  # again, with prices that follow from the bytes of the best
         best = _better(best, candidates.move_again(best, tolerance))
     if topology is None or topology.num_nodes == 1:
         return best
