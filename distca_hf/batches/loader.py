@@ -57,8 +57,8 @@ class PlacedLoader:
     the device; `distca_plan`: the plan, opaque.
 
     One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
-    next epoch, in another order. It is deliberately not a torch `DataLoader`: it is sharded already, and Accelerate
-    must not touch it.
+    next epoch, in another order. It is not a torch `DataLoader`: it is sharded already, so Accelerate must not touch
+    it.
 
     Args:
         dataset: tokenised map-style `datasets.Dataset`; see `DocumentSource`.

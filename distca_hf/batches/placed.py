@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 class StepShape(ABC):
-    """A way to divide the documents of optimizer steps into micro-batches with equal numbers of rows. See
-    `distca_hf.Pipeline`."""
+    """A way to divide optimizer steps' documents into micro-batches of equally many rows. See `distca_hf.Pipeline`."""
 
     @property
     @abstractmethod

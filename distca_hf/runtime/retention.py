@@ -5,9 +5,8 @@
 
 Ranks may keep received keys and values, and remote queries with their results, until backward. If attention is
 recomputed, received rows of all layers may be kept until then. Otherwise the same rows would be sent again, just when
-gradients and weights of sharded layers are also sent. They take less memory than attention outputs: only rows of
-documents that span ranks, and no queries if all stay on their rank. Results of remote queries are computed and sent
-again.
+sharded layers send gradients and weights. They take less memory than attention outputs: only rows of documents that
+span ranks, and no queries if all stay on their rank. Results of remote queries are computed and sent again.
 
 Layers differ in how long they hold rows of other ranks:
 
