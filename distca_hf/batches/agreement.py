@@ -1,8 +1,8 @@
 """Agreement: what ranks show each other about a micro-batch before they take it.
 
-Versions and settings are compared for placed and for given batches. Of placed ones, ranks compare documents, plan, and
-what is around each cut. Of given ones, they show how many documents each of them holds, because all ranks send equally
-many numbers when they gather document lengths.
+Ranks compare versions and settings for placed and for given batches. For placed ones they also compare documents,
+plan, and what is around each cut. For given ones they show how many documents each rank holds, because all ranks send
+equally many numbers when they gather document lengths.
 """
 
 import enum
@@ -36,7 +36,7 @@ PACKAGES = ("torch", "transformers", "accelerate")
 # Name of the number by which tensor ranks compare their batches.
 CHECKSUM = "checksum of tokens, labels and lengths"
 
-# Dtypes of images, videos and sound that ranks show each other, by bit. Bit 0: a rank holds some, of any kind.
+# Dtypes of images, videos and sound that ranks show each other, by bit. Bit 0: the rank holds any of them.
 MEDIA_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,10 +70,10 @@ def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: M
     """Checks that the ranks on both sides of every cut hold the same document there.
 
     Args:
-        numbers: of all data ranks, as the agreement returned them.
+        numbers: numbers of all data ranks, as the agreement returned them.
 
     Raises:
-        PlanMismatchError: some do not; names the first document, token and ranks.
+        PlanMismatchError: some ranks do not; names the first document, token and ranks.
     """
     if sum(numbers["around_cuts"]) % MODULUS == 0:
         return
@@ -96,7 +96,7 @@ def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: M
 
 
 class Returning(enum.IntEnum):
-    """What a pass returns to the ranks of its batches."""
+    """What a pass returns to the ranks that hold its batches."""
 
     LOSS = 0  # head and loss run on placed rows, and only the loss returns
     TOKEN_VALUES = 1  # the head runs on placed rows, and numbers of single tokens return
@@ -107,12 +107,12 @@ class ShownNumbers(NamedTuple):
     """What ranks showed each other of their given batches.
 
     Attributes:
-        stays_padded: whether the batch of any rank keeps its padding; then every rank attends to its own batch.
+        stays_padded: whether any rank's batch keeps its padding; then every rank attends to its own batch.
         num_documents: `[ranks]` documents of each rank.
         longest_document_tokens: tokens of the longest document on any rank.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
         returning: what the passes of all ranks return.
-        needing: ranks that need hidden states, as text.
+        needing: names of the ranks that need hidden states, as text.
         is_planned: whether all ranks planned this micro-batch ahead, under the same number.
     """
 
@@ -147,15 +147,15 @@ class GivenAgreement:
     ) -> ShownNumbers:
         """Shows all ranks this rank's batch, and returns what they showed. A collective call.
 
-        Warns of ranks whose first batch holds no label to learn: most likely all their batches are like it.
+        Warns of ranks whose first batch has no label to learn: most likely none of their batches has any.
 
         Args:
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs its pass to return.
-            ahead: number of the micro-batch among all that were planned ahead, counted from 1; 0 if it was not.
+            ahead: number of the micro-batch among those planned ahead, counted from 1; 0 if it was not planned ahead.
             step_batches: number of micro-batches in the step, if this is the first one; otherwise 0.
-            meanwhile: runs while the other ranks are waited for.
+            meanwhile: runs while this rank waits for the others.
 
         Raises:
             PackingError: only some ranks hold images, and would wait for the others.
@@ -268,7 +268,7 @@ class GivenAgreement:
 
 
 def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:
-    """Returns a number of a batch's form: its tensors, flags, and what needs gradients.
+    """Returns a number for a batch's form: its tensors, its flags, and what needs gradients.
 
     Args:
         gradients_of: whether parts of the model before its decoder need gradients.

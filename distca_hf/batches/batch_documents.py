@@ -1,8 +1,8 @@
 """Documents of a batch: where each begins, by offsets, positions or rows.
 
-Offsets (`cu_seq_lens_q`) count most. Without them a document begins with every row, and where `position_ids` restart.
-A mask that numbers documents must agree with positions. Given batches (`batches.given`) need lengths; a batch that one
-rank attends to by itself needs rows of queries and of keys, too.
+Offsets (`cu_seq_lens_q`) take precedence. Without them a document begins at every row, and wherever `position_ids`
+restart. A mask that numbers documents must agree with positions. Given batches (`batches.given`) need lengths. A batch
+that one rank attends to by itself also needs rows of queries and of keys.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,9 +21,9 @@ from distca_hf.layout import check_cu_seqlens
 from distca_hf.runtime.local_attention import Documents
 
 
-# Rows of positions that begin with text's: three of images follow.
+# Rows of positions if the first one is for text: three for images follow.
 POSITIONS_WITH_TEXT = 4
-# Names of the argument that holds keys and states of earlier tokens: Transformers from 5.24 on, and before.
+# Names of the argument that holds keys and states of earlier tokens: in Transformers 5.24 and later, and before.
 CACHES = ("cache", "past_key_values", "cache_params")
 # Keywords of a model's forward pass: tensors, and flags or caches of any type.
 Batch = Mapping[str, Any]
@@ -38,10 +38,10 @@ def whole_rows(batch_size: int, queries: int, keys: int, device: torch.device) -
 
 
 def padded_rows(query_tokens: torch.Tensor, key_tokens: torch.Tensor) -> Documents:
-    """Returns every row of the batch as one document of its tokens.
+    """Returns each row's tokens as one document.
 
     Args:
-        query_tokens, key_tokens: bool `[B, T]` and `[B, S]`, True where there is a token.
+        query_tokens, key_tokens: bool `[B, T]` and `[B, S]`, True for tokens.
     """
     offsets, longest, rows = [], [], []
     for tokens in (query_tokens, key_tokens):
@@ -53,11 +53,11 @@ def padded_rows(query_tokens: torch.Tensor, key_tokens: torch.Tensor) -> Documen
 
 
 def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) -> Documents:
-    """Returns documents that begin with every row of the batch, and where positions restart.
+    """Returns documents that begin at every row of the batch, and wherever positions restart.
 
     Args:
         positions: `[B, T]`.
-        tokens: bool `[B, S]`, True where a key is a token; places after the queries are free. None if all are tokens.
+        tokens: bool `[B, S]`, True for key tokens; places after the queries are free. None if all are tokens.
 
     Raises:
         PackingError: a document does not begin at position 0.
@@ -77,7 +77,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
     beside = place[1:] == place[:-1] + 1
     goes_on = torch.where(beside, positions[1:] == positions[:-1] + 1, positions[1:] > positions[:-1])
     begins[1:] = first[1:] | ~goes_on
-    # Positions of a row that is padded on its left may count the padding.
+    # In a row that is padded on its left, positions may count the padding.
     check_beginnings(positions[begins & ~(first & (place > 0))])
     offsets, longest = offsets_of(begins)
     query_rows, key_rows = (x.flatten().nonzero().flatten() for x in (query_tokens, tokens))
@@ -89,7 +89,7 @@ def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) ->
 
     Args:
         positions: `[B, T]`.
-        query_tokens: bool `[B, T]`, True where there is a token; None if all are.
+        query_tokens: bool `[B, T]`, True for tokens; None if all are tokens.
 
     Raises:
         PackingError: positions restart.
@@ -108,10 +108,10 @@ def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) ->
 def given_documents(
     cu_seq_lens_q: torch.Tensor, cu_seq_lens_k: torch.Tensor | None, queries: int, keys: int, device: torch.device
 ) -> Documents:
-    """Returns documents by the offsets that a layer was given.
+    """Returns the documents that the offsets given to a layer describe.
 
     Args:
-        cu_seq_lens_q, cu_seq_lens_k: offsets; without the latter keys have the offsets of queries.
+        cu_seq_lens_q, cu_seq_lens_k: offsets; if the latter are None, keys have the offsets of queries.
 
     Raises:
         PackingError: offsets do not fit the rows, or each other.
@@ -138,10 +138,10 @@ def given_documents(
 
 
 def check_positions_fit(positions: torch.Tensor | None, tokens: torch.Tensor) -> None:
-    """Checks that there is a position for each token of `[B, T]`, or of a row.
+    """Checks that there is a position for each token of `[B, T]`, or for each token of one row.
 
     Raises:
-        PackingError: there are others.
+        PackingError: positions have another shape.
     """
     if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
         several = "; with positions of images give cu_seq_lens_q, too" if positions.ndim == 3 else ""
@@ -166,19 +166,19 @@ def check_beginnings(positions: torch.Tensor) -> None:
 
 
 def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Returns offsets (int32) and longest length of documents, from bools that are True where one begins."""
+    """Returns offsets (int32) and longest length of documents, from bools that are True at beginnings."""
     starts = begins.flatten().nonzero().flatten()
     offsets = torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
     return offsets, int(offsets.diff().max()) if len(starts) else 0
 
 
 def check_mask_numbers(batch: Batch) -> None:
-    """Checks a mask that numbers the documents of its rows (1 1 1 2 2), where no positions say the same.
+    """Checks that positions agree with a mask that numbers the documents of its rows (1 1 1 2 2).
 
-    Transformers takes every number but 0 for "no padding": documents would see each other.
+    Transformers treats every number except 0 as "no padding", so documents would see each other.
 
     Raises:
-        PackingError: the mask numbers documents, and positions are missing, or positions of other documents.
+        PackingError: the mask numbers documents, and positions are missing or restart elsewhere.
     """
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.dtype == torch.bool or mask.numel() == 0:
@@ -205,14 +205,14 @@ def check_mask_numbers(batch: Batch) -> None:
 
 @contextmanager
 def ids_checked(batch: Batch, vocabulary_tokens: int | None, waits: bool) -> Iterator[None]:
-    """Checks, at the end of a `with` block, that a model has embeddings for the tokens of a batch. After a block that
-    waits for the device it need not wait once more.
+    """Checks, at the end of a `with` block, that a model has embeddings for the tokens of a batch. If the block waits
+    for the device, the check need not wait again.
 
     Args:
-        waits: whether it may wait for a device.
+        waits: whether the check may wait for a device.
 
     Raises:
-        PackingError: names the first token that has none.
+        PackingError: names the first token without an embedding.
     """
     ids = batch.get("input_ids")
     if vocabulary_tokens is None or not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.numel() == 0:
@@ -237,7 +237,7 @@ def ids_checked(batch: Batch, vocabulary_tokens: int | None, waits: bool) -> Ite
 
 
 def cache_of(batch: Batch) -> Any:
-    """Returns the cache that a batch goes on from, or fills; None if there is none."""
+    """Returns the cache that a batch continues or fills; None if there is none."""
     return next((batch[name] for name in CACHES if batch.get(name) is not None), None)
 
 
@@ -248,7 +248,7 @@ def tokens_of(batch: Batch) -> torch.Tensor:
 
 
 def media_of(batch: Batch) -> list[str]:
-    """Returns names of the images, videos and sound that a batch holds; waits for no device."""
+    """Returns names of the images, videos and sound that a batch holds; does not wait for a device."""
     filled = []
     for name, given in batch.items():
         if _names_media(name):
@@ -266,7 +266,7 @@ def _names_media(name: str) -> bool:
 def document_lengths(batch: Batch) -> IntArray | None:
     """Returns lengths of the documents of a batch, row after row; None if the batch is padded.
 
-    `cu_seq_lens_q` counts most. Without it a document begins with every row, and where `position_ids` restart.
+    `cu_seq_lens_q` takes precedence. Without it a document begins at every row, and wherever `position_ids` restart.
 
     Raises:
         PackingError: offsets, positions or numbers in the mask do not fit the tokens, or each other.
@@ -283,7 +283,7 @@ def document_lengths(batch: Batch) -> IntArray | None:
         _check_key_offsets(offsets, batch.get("cu_seq_lens_k"))
     if positions is not None and positions.ndim == 3:  # several positions per token, as of images
         if offsets is not None:
-            positions = None  # they need not restart with the documents
+            positions = None  # they need not restart at documents
         elif len(positions) == POSITIONS_WITH_TEXT:
             positions = positions[0]
     check_positions_fit(positions, tokens)
@@ -296,12 +296,12 @@ def document_lengths(batch: Batch) -> IntArray | None:
 
 
 def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Returns `[documents + 1]` offsets: a document begins with every row, and where positions restart."""
+    """Returns `[documents + 1]` offsets: a document begins at every row, and wherever positions restart."""
     if positions is None:
         rows, length = tokens.shape
         return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
     positions = positions.expand(tokens.shape)
-    # Side by side, so that one copy brings both to the host.
+    # Joined to copy both to the host at once.
     starts = _restarts(positions).flatten().nonzero().flatten()
     starts, first_positions = torch.stack([starts, positions.flatten()[starts]]).cpu()
     check_beginnings(first_positions)
@@ -309,14 +309,14 @@ def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> to
 
 
 def _restarts(positions: torch.Tensor) -> torch.Tensor:
-    """Returns bool `[B, T]`, True at the beginning of every row, and where positions do not go on by one."""
+    """Returns bool `[B, T]`, True at the beginning of every row, and wherever positions do not rise by one."""
     begins = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     return begins
 
 
 def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) -> None:
-    """Checks that keys have the documents of queries: ranks plan for both at once."""
+    """Checks that keys have the same documents as queries: ranks plan for both at once."""
     if key_offsets is None or key_offsets is offsets:
         return
     if not torch.equal(key_offsets.flatten().to(offsets), offsets.flatten()):
@@ -327,8 +327,8 @@ def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) 
 
 
 def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
-    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart."""
-    # Side by side, so that one copy brings both to the host.
+    """Returns `[documents]` lengths from offsets. `[B, T]` positions must restart at these."""
+    # Joined to copy both to the host at once.
     numbers = torch.cat([offsets.flatten().to(positions.device), positions.flatten()]).cpu().numpy()
     lengths = check_cu_seqlens(numbers[: offsets.numel()], positions.numel())
     begins = np.repeat(np.cumsum(lengths) - lengths, lengths)

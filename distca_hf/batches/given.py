@@ -1,12 +1,12 @@
-"""Given batches: plans batches that the user's own pipeline made. Their tokens are placed inside the model, unless
-ranks already have even work.
+"""Given batches: plans batches that the user's own pipeline made. The model places their tokens, unless ranks already
+have even work.
 
     lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈▶ home layout ──▶ placed layout ──▶ plan, routing, row moves
     (batches.read_documents)           of one pass       when the decoder begins
 
-Ranks agree and gather lengths before the pass. The plan is made when the decoder begins: the device then computes what
-comes before it. If ranks without tokens take part, the plan is made at once, because it is posted to them before any
-layer runs. Micro-batches that are known before their pass are planned in a thread instead (`StepAhead`):
+Ranks agree and gather lengths before the pass. They make the plan when the decoder begins, while the device computes
+what comes before it. If ranks without tokens take part, they make it at once, because it is posted to those ranks
+before any layer runs. A thread plans micro-batches that are known before their pass (`StepAhead`):
 
     step begins              the batches that Trainer or its loader already holds are noted
     attention, first pass    they are read; ranks agree on their number, and gather all lengths at once
@@ -14,10 +14,10 @@ layer runs. Micro-batches that are known before their pass are planned in a thre
     later passes             copy their plan to the device
 
 The host does this only while the device is busy, and never waits. The thread touches neither process groups nor device
-streams. Such a plan is used if all ranks show that they have it; otherwise the pass gathers lengths and plans.
+streams. The pass uses its plan if all ranks show that they have it; otherwise the pass gathers lengths and plans.
 
-Layers whose state cannot travel between ranks need the documents of their rank whole, in the order of its batch. For
-them tokens stay, and attention tasks move.
+If a layer's state cannot travel between ranks, each rank needs its documents whole, in the order of its batch. Then
+tokens stay, and attention tasks move.
 """
 
 import time
@@ -55,7 +55,7 @@ from distca_hf.runtime.row_moves import PinnedRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 
 
-# Names of the numbers that ranks show each other: batches that are known and read, and the documents in them.
+# Names of the numbers that ranks show each other: batches that are known and read, and their documents.
 FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
 
 
@@ -75,21 +75,21 @@ class HostPlan(NamedTuple):
 
 
 class GivenPlanner:
-    """Plans one model's given batches, micro-batch after micro-batch. Every rank plans the same one at the same time.
+    """Plans one model's given batches, one micro-batch at a time. All ranks plan the same one at the same time.
 
     Args:
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         places_rows: whether rows are placed inside the model; otherwise they stay, and attention tasks move.
-        flops: operations of the model, to count the work of a step by; None if they are not known.
+        flops: operations of the model, to count the work of a step; None if not known.
         halo_tokens: see `PlacedPlanner`.
 
     Attributes:
-        world_size: ranks that exchange rows when a model trains.
+        world_size: number of ranks that exchange rows when a model trains.
         history: facts of the latest micro-batches.
         latest_moves: moves of rows of the latest micro-batch; None if attention tasks move instead of rows.
         returning: what the pass of the latest micro-batch returns.
         needing: ranks that need its hidden states, as text.
-        times: how long planning took the micro-batches that a model was trained on.
+        times: how long planning took for the micro-batches that a model was trained on.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class GivenPlanner:
         self._next_number = 0
 
     def bookmark(self) -> Callable[[], None]:
-        """Returns a function that forgets all micro-batches planned since this call: they are planned again, under
-        their numbers."""
+        """Returns a function that forgets all micro-batches planned since this call. They are then planned again,
+        under the same numbers."""
         number, totals, times = self._next_number, self.totals, replace(self.times)
 
         def go_back() -> None:
@@ -132,9 +132,9 @@ class GivenPlanner:
         return go_back
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
-        """Lets the next pass plan batches that are known when an optimizer step begins; see `StepAhead.begin`.
+        """Lets the next pass plan the batches that are known when an optimizer step begins; see `StepAhead.begin`.
 
-        With ranks without tokens nothing is planned ahead: which of them take part is known when a pass begins.
+        Plans nothing ahead with ranks without tokens: which of them take part is known only when a pass begins.
         """
         if self._posting is None:
             self._step.begin(readings, step_batches, device)
@@ -168,18 +168,18 @@ class GivenPlanner:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
         Args:
-            trains: whether it is trained on, and counted.
+            trains: whether the model trains on it; only then is it counted.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
-            returning: what this rank needs of its results.
-            meanwhile: runs while the other ranks are waited for.
+            returning: what this rank needs of the pass's results.
+            meanwhile: runs while this rank waits for the others.
 
         Returns:
             The plan; None if some rank's batch keeps its padding: then every rank attends to its own batch.
 
         Raises:
-            PackingError: the batch holds something else than whole documents, or no rank has any; or only some
-                ranks hold images, and would wait for the others.
+            PackingError: the batch does not consist of whole documents, or no rank has any; or only some ranks hold
+                images, and would wait for the others.
             PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
                 another batch although they share the data.
         """
@@ -204,7 +204,7 @@ class GivenPlanner:
         if not longest_tokens:
             of_all = f"0 tokens on {len(shown.num_documents)} ranks"
             raise PackingError(f"micro-batch {number}: no data on any rank ({of_all}); leave this batch out")
-        # Evaluation uses no rank without tokens, and some may be lost.
+        # Evaluation does not use ranks without tokens; some of them may be lost.
         extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
         if planned is not None and shown.is_planned:
             prepare = planned.result
@@ -269,7 +269,7 @@ class GivenPlanner:
         shown: ShownNumbers,
         spent_seconds: float,
     ) -> Planned:
-        """Waits for the plan of batches, or makes it, and copies it to the device."""
+        """Waits for the plan or makes it, and copies it to the device."""
         began = time.perf_counter()
         plan, num_chunks, kinds, moves = prepare()
         self.latest_moves = None if moves is None else moves.moves
@@ -279,7 +279,7 @@ class GivenPlanner:
         self.history.append(facts)
         if trains:
             self._uncounted.append(facts)
-            self.times.micro_batches += 1  # padded micro-batches are in none of these
+            self.times.micro_batches += 1  # padded micro-batches are not among these
             self.times.plan_seconds += spent_seconds + time.perf_counter() - began
         posted = None
         if self._posting is not None and trains:
@@ -315,14 +315,14 @@ class StepAhead:
         self._gathering: _Gathering | None = None
         self._pins_on: torch.device | None = None
         self._last_number = 0
-        # Plans of batches that no pass asks for are forgotten with these.
+        # Plans that no pass asks for are forgotten with their batches.
         self._planned = WeakKeyDictionary[ReadDocuments, tuple[int, Future[HostPlan]]]()
 
     def begin(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
         """Notes which batches are known when a step begins.
 
         Args:
-            readings: readings of the batches that follow the first one of the step; None for one that has none.
+            readings: readings of the batches after the first one of the step; None for a batch without one.
         """
         self._readings, self._step_batches = readings, step_batches
         self._pins_on = device if device.type == "cuda" else None
@@ -335,7 +335,7 @@ class StepAhead:
     def show(self) -> dict[str, int]:
         """Reads the batches that follow, and returns their number and the number of their documents.
 
-        Both are 0 if one batch cannot be read or keeps its padding, and in later passes.
+        Both are 0 in later passes, or if a batch cannot be read or keeps its padding.
         """
         documents = [None if reading is None else reading.documents for reading in self._readings]
         read = [one for one in documents if one is not None and one.lengths is not None]
@@ -358,7 +358,7 @@ class StepAhead:
         self._gathering = _Gathering(documents, self._transport.gather(filled_up, where), where)
 
     def start(self) -> None:
-        """Starts to plan the batches whose lengths were gathered, if there are any.
+        """Starts to plan the batches whose lengths were gathered, if any.
 
         Raises:
             PeerLostError: a rank was lost in the meantime.
@@ -367,7 +367,7 @@ class StepAhead:
             return
         (documents, gather, where), self._gathering = self._gathering, None
         of_ranks, device = [_divided(row, len(documents), where) for row in gather.wait()], self._pins_on
-        # Pinning would open a context on the first GPU otherwise.
+        # Otherwise pinning would open a context on the first GPU.
         enter = None if device is None else partial(torch.cuda.set_device, device)
         thread = ThreadPoolExecutor(1, "distca-ahead", initializer=enter)
         for read, lengths in zip(documents, zip(*of_ranks, strict=True), strict=True):
@@ -377,8 +377,8 @@ class StepAhead:
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
     def take(self, read: ReadDocuments) -> tuple[int, Future[HostPlan] | None]:
-        """Returns the plan of a micro-batch, and its number among all that were planned ahead, counted from 1. Returns
-        0 and None if it was not planned ahead, or was taken before."""
+        """Returns the number of a micro-batch among those planned ahead, counted from 1, and its plan. Returns 0 and
+        None if it was not planned ahead, or was taken before."""
         return self._planned.pop(read, (0, None))
 
 

@@ -1,14 +1,15 @@
-"""Known batches: finds the documents of tokens that a program passes to a model once more, or to another model.
+"""Known batches: finds the documents of tokens that a program passes to a model again, or to another model.
 
 Placed rows hold parts of documents, and packs hold several documents in a row. Only a plan, positions or offsets tell
-them apart, and a program that calls a model again often passes just some entries of its batch. So the storages of a
-batch's tensors are marked, and each of them leads back to the whole batch:
+them apart, and a program that calls a model again often passes only some entries of its batch. So the storages of a
+batch's tensors are marked, and each mark leads to the whole batch:
 
     batch ──marks──▶ storages of input_ids, position_ids, labels, ...       views and slices share them
     input_ids[:, :-1] ──▶ its storage ──▶ KnownBatch ──▶ plan, position_ids, ...
 
 A copy has another storage. Copied token ids or positions are compared with the batches in use, and embeddings are
-known by their shape. This is state of the process: entries of a batch reach models that know nothing of each other.
+recognised by their shape. This is state of the process: entries of a batch reach models that know nothing of each
+other.
 """
 
 import weakref
@@ -26,21 +27,21 @@ from distca_hf.runtime.live_plan import LivePlan
 # Attribute of a storage: a function that returns its `KnownBatch`, or None if that is gone.
 MARK = "_distca_batch"
 TOKENS = ("input_ids", "inputs_embeds")
-# Entries that tell documents apart. A pass that is given one of these two needs no others.
+# Entries that tell documents apart. A pass that gets one of these two needs no others.
 TELLING = ("position_ids", "cu_seq_lens_q")
 OF_DOCUMENTS = (*TELLING, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Other entries that passes need.
 NEEDED = ("attention_mask", "shift_labels")
-# Entries by which a batch is looked for, in this order.
+# Entries by which to look for a batch, in this order.
 LEADING = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", "shift_labels", "labels")
 
 
 class KnownBatch:
-    """A placed batch, or a pack whose documents its entries tell. It lives as long as its tokens, or its labels.
+    """A placed batch, or a pack whose entries tell its documents apart. It lives as long as its tokens or its labels.
 
     Args:
         plan: of a placed batch; None for a pack.
-        is_loaded: whether the tensors are the loader's. Others may be reused, and hold another batch later.
+        is_loaded: whether the tensors are the loader's. Others may be reused for another batch later.
     """
 
     def __init__(self, batch: Batch, plan: LivePlan | None = None, is_loaded: bool = False) -> None:
@@ -68,7 +69,7 @@ class KnownBatch:
             self._memory.append((tensor.data_ptr(), tensor.nbytes))
 
     def entry(self, name: str) -> Any:
-        """Returns an entry; None if the batch has none of this name, or it is gone."""
+        """Returns an entry; None if the batch has no entry of this name, or it is gone."""
         return self._others[name]() if name in self._others else self._kept.get(name)
 
     def holds(self, tensor: torch.Tensor, batch: Batch) -> bool:
@@ -82,15 +83,15 @@ class KnownBatch:
         return is_here and (not isinstance(plan, LivePlan) or self._is_of(plan) or _is_in(tensor, self._loaded))
 
     def _is_of(self, plan: LivePlan) -> bool:
-        """Returns whether a plan is that of this batch: itself, or for another part of the model."""
+        """Returns whether a plan belongs to this batch: its own plan, or the one for another part of the model."""
         mine = self.plan
         if mine is None or plan is mine:
             return plan is mine
         return plan.part != mine.part and (plan.micro_batch, plan.transport) == (mine.micro_batch, mine.transport)
 
     def is_copied_in(self, batch: Batch) -> bool:
-        """Returns whether some rows of the token ids that a pass is given equal this batch, and hold several documents
-        or the end of one; without ids its positions are compared. Waits for the device."""
+        """Returns whether some rows of a pass's token ids equal this batch, and hold several documents or the end of
+        one. Without ids, compares positions. Waits for the device."""
         name = "position_ids" if batch.get("input_ids") is None else "input_ids"
         given, mine = batch.get(name), self.entry(name)
         if not _has_storage(given) or mine is None or mine.ndim != 2 or given.ndim != 2:
@@ -102,10 +103,10 @@ class KnownBatch:
         return bool(copies.any()) and (positions is None or bool(positions[:, 0].any()) or _restart(positions, None))
 
     def check_embeddings(self, embeddings: torch.Tensor, batch: Batch) -> None:
-        """Checks that a pass on embeddings, which tells no documents, has not the shape of this batch.
+        """Refuses a pass on embeddings in the shape of this batch that tells no documents apart.
 
         Raises:
-            PackingError: it has.
+            PackingError: names the shape of the embeddings.
         """
         if embeddings.shape[:2] == self._shape and not self.tells_documents(batch) and self.is_packed(batch):
             kind = "a pack" if self.plan is None else f"placed micro-batch {self.plan.micro_batch}"
@@ -124,8 +125,7 @@ class KnownBatch:
         return positions is None or _restart(positions, self.entry("attention_mask"))
 
     def _positions_in(self, batch: Batch) -> torch.Tensor | None:
-        """Returns the positions of the tokens that a pass is given, perhaps a part of a pack; None if they are not
-        known."""
+        """Returns the positions of a pass's tokens, which may be part of a pack; None if they are not known."""
         positions, offsets = (self.entry(name) for name in TELLING)
         if offsets is not None:  # positions of images need not restart with documents
             token = torch.arange(self._shape.numel(), device=offsets.device)
@@ -141,18 +141,18 @@ class KnownBatch:
         return positions[row : row + ids.shape[0], column : column + ids.shape[1]]
 
     def tells_documents(self, batch: Batch) -> bool:
-        """Returns whether offsets, or positions that restart, are given to a pass on tokens of this batch."""
+        """Returns whether a pass on tokens of this batch gets offsets, or positions that restart."""
         positions = batch.get("position_ids")
         if positions is None or batch.get("cu_seq_lens_q") is not None:
             return batch.get("cu_seq_lens_q") is not None
         return _marked(positions, batch) is self or _restart(positions, batch.get("attention_mask"))
 
     def missing(self, batch: Batch, model_name: str) -> Batch:
-        """Returns entries that a pass of an enabled model on tokens of this batch needs and is not given.
+        """Returns the missing entries that an enabled model needs for a pass on tokens of this batch.
 
         Raises:
-            PlanError: the batch was placed, and the pass is given a part of its tokens, a cache, or another plan.
-            PackingError: nothing is known that tells the documents of a pack apart.
+            PlanError: the batch was placed, and the pass gets a part of its tokens, a cache, or another plan.
+            PackingError: nothing tells the documents of a pack apart.
         """
         tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
         shape = self._shape if tokens is None else tokens.shape[:2]
@@ -187,7 +187,7 @@ class KnownBatch:
                 f"{tuple(self._shape)}. Its rows hold parts of documents, so a pass needs all of them. For a document "
                 "that you know to be whole, pass a copy (clone) of its tokens"
             )
-        # A program may have replaced the token ids, by noisy ones for example: they are of this batch from now on.
+        # A program may have replaced the token ids, for example by noisy ones: from now on they belong to this batch.
         tensors = {name: tensor for name, tensor in _plain_tensors(batch).items() if name in TOKENS}
         self._mark({name: tensor for name, tensor in tensors.items() if _marked(tensor, batch) is None})
         needed = ["position_ids", "attention_mask"]
@@ -197,7 +197,7 @@ class KnownBatch:
         return found | ({"distca_plan": plan} if given is None else {})
 
     def refusal(self, model_name: str) -> DistCAError:
-        """Returns the error to raise for a pass that is not told the documents of this batch."""
+        """Returns the error to raise for a pass that does not get the documents of this batch."""
         if self.plan is not None:
             return placed_in_another_model(self.plan, model_name)
         return PackingError(
@@ -208,7 +208,7 @@ class KnownBatch:
 
 
 def placed_in_another_model(plan: LivePlan, model_name: str) -> PlanError:
-    """Returns the error to raise where a placed batch arrives in a model that was not enabled."""
+    """Returns the error to raise if a placed batch reaches a model that was not enabled."""
     return PlanError(
         f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: a placed batch arrived in a model that was not "
         f"enabled ({model_name}). Its rows hold parts of documents, which only distca_plan explains, and the result "
@@ -218,9 +218,9 @@ def placed_in_another_model(plan: LivePlan, model_name: str) -> PlanError:
 
 
 def note_batch(batch: Batch) -> None:
-    """Makes a batch known that has a plan, or whose entries tell its documents; does nothing for others.
+    """Makes a batch known if it has a plan, or if its entries tell its documents apart; does nothing for others.
 
-    Trainer, and programs, may have copied the tensors of a placed batch. The latest entries of a pack count.
+    Trainer or a program may have copied the tensors of a placed batch. The latest entries of a pack count.
     """
     plan, tensors = batch.get("distca_plan"), _plain_tensors(batch)
     telling = [tensors[name] for name in TELLING if name in tensors]
@@ -240,10 +240,10 @@ def known_batch(batch: Batch) -> KnownBatch | None:
 
 
 def copied_batch(batch: Batch) -> KnownBatch | None:
-    """Returns the batch that a pass without a plan is given copies of; None if it is given none.
+    """Returns the batch of which a pass without a plan gets copies; None if there is none.
 
     Raises:
-        PackingError: it is given embeddings that have the shape of a known batch, and nothing that tells documents.
+        PackingError: it gets embeddings in the shape of a known batch, and nothing that tells documents apart.
     """
     for reference in reversed(_in_use.valuerefs()):
         known = reference()
@@ -257,8 +257,8 @@ def copied_batch(batch: Batch) -> KnownBatch | None:
 
 
 def completed(batch: Batch, model_name: str) -> dict[str, Any]:
-    """Returns the batch of a pass of an enabled model, with entries of a known batch that it needs and is not given.
-    The batch is known from now on.
+    """Returns the batch of an enabled model's pass, completed with the entries of a known batch that it needs. The
+    batch is known from now on.
 
     Raises:
         PlanError, PackingError: as for `copied_batch` and `KnownBatch.missing`.
@@ -309,11 +309,11 @@ def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _restart(positions: torch.Tensor, mask: object) -> bool:
-    """Returns whether positions restart inside of a row, padding left out; waits for the device.
+    """Returns whether positions restart inside a row, ignoring padding; waits for the device.
 
     Args:
         positions: `[B, T]`, or several of them, positions of text first.
-        mask: `[B, T]`, 0 in padding, if there is one.
+        mask: `[B, T]`, 0 in padding; or no tensor.
     """
     if positions.ndim == 3 and len(positions) != POSITIONS_WITH_TEXT:
         return False  # of images; offsets tell documents then
@@ -324,5 +324,5 @@ def _restart(positions: torch.Tensor, mask: object) -> bool:
     return bool(restarts.any())
 
 
-# By their `id`, the newest last; they end with their batches.
+# By `id`, newest last. Entries vanish with their batches.
 _in_use: "weakref.WeakValueDictionary[int, KnownBatch]" = weakref.WeakValueDictionary()

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# Version of `state_dict`. A checkpoint with another one holds a position in other units, and is refused.
+# Version of `state_dict`. A checkpoint of another version holds a position in other units, and is refused.
 STATE_VERSION = 4
-# Micro-batches in a row that may be handed out unused, to be looked at, before a warning.
+# Consecutive micro-batches that a program may only look at, without using them, before a warning.
 UNUSED_BATCHES = 4
 
 
@@ -57,32 +57,32 @@ class PlacedLoader:
     the device; `distca_plan`: the plan, opaque.
 
     One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
-    next epoch, in another order. It is not a torch `DataLoader`, so that Accelerate does not touch it: it is sharded
-    already.
+    next epoch, in another order. It is not a torch `DataLoader`: it is sharded already, so Accelerate must not touch
+    it.
 
     Args:
         dataset: tokenised map-style `datasets.Dataset`; see `DocumentSource`.
-        planner: settings, and what is known of the model; for as many ranks as the transport has.
-        transport: between the ranks that share each micro-batch, and to the attention servers of the planner.
-        device: where batches go.
-        seed: decides the order of documents, with the epoch's number.
+        planner: settings and facts about the model; for as many ranks as the transport has.
+        transport: connects the ranks that share each micro-batch, and the attention servers of the planner.
+        device: device of the batches.
+        seed: decides, with the epoch's number, the order of documents.
         shuffle: False keeps the dataset's order.
         prefetch: micro-batches to prepare ahead; by default the setting of this name.
-        micro_steps: micro-batches of an optimizer step; within one, long documents train together. With a pipeline
-            steps are shaped for its stages, and whole, and rows are `tokens_per_rank`.
+        micro_steps: micro-batches of an optimizer step; within a step, long documents train together. With a pipeline,
+            steps are whole and shaped for its stages, and rows are `tokens_per_rank`.
         reading: which columns of the dataset count, and how.
-        num_workers: processes that draw rows which a transform makes; 0 lets the thread that iterates draw them.
+        num_workers: processes that draw the rows of a transform; if 0, the iterating thread draws them.
 
     Attributes:
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
 
     Raises:
-        ConfigError: the step shape of the planner does not allow so many micro-batches per step.
+        ConfigError: the planner's step shape does not allow this number of micro-batches per step.
         PackingError: the dataset cannot be packed.
     """
 
     batch_size = 1
-    # For Accelerate: whether the last batch of an epoch is out, and rows of it that ranks have twice.
+    # For Accelerate: whether the last batch of an epoch was handed out, and how many of its rows ranks hold twice.
     end_of_dataloader, remainder = False, 0
 
     def __init__(
@@ -129,7 +129,7 @@ class PlacedLoader:
         self._latest: deque[PlanUse] = deque(maxlen=UNUSED_BATCHES + taken_ahead)
 
     def __len__(self) -> int:
-        """Returns the micro-batches of an epoch; the same for every epoch."""
+        """Returns the number of micro-batches of an epoch; the same for every epoch."""
         return self._packer.num_micro_batches
 
     @property
@@ -153,7 +153,7 @@ class PlacedLoader:
         return self._source.documents_truncated
 
     def log_masks(self) -> None:
-        """Writes which masks of the dataset decide what is learnt, and which do not."""
+        """Logs which masks of the dataset decide what is learnt, and which do not."""
         if followed := self._source.masks:
             log.info("the dataset's %s: tokens with 0 there are not learnt", " and ".join(followed))
         if left := self._source.masks_left:
@@ -171,33 +171,33 @@ class PlacedLoader:
         return [source.read(document, 0, int(source.document_tokens[document]), draws) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins this epoch with the next iteration, unless `load_state_dict` gave a position for it."""
+        """Begins this epoch at the next iteration, unless `load_state_dict` gave a position in it."""
         self._next, self._is_left_early = Cursor(epoch), False
 
     def restart(self) -> None:
-        """Begins the first epoch with the next iteration."""
+        """Begins the first epoch at the next iteration."""
         self._next, self._loaded, self._position, self._is_left_early = Cursor(), None, Cursor(), False
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
+        """Returns the position after the micro-batches handed out so far, with everything it depends on."""
         place = asdict(self._position)
         documents = place.pop("documents")
         return with_checksum({**self._identity(), **self._sizes(), **place, "pipeline": self._shape}, documents)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, the
-        rest of the epoch is packed anew: no document is lost, none comes twice.
+        """Makes the next iteration continue at a saved position. If ranks x tokens_per_rank changed, packs the rest of
+        the epoch anew: no document is lost, and none comes twice.
 
         Raises:
-            ConfigError: a field is missing, wrong, or was changed; or the state is of another dataset or seed, or of
+            ConfigError: a field is missing, wrong or changed; or the state is from another dataset or seed, or from
                 the middle of an optimizer step of other sizes. Names both values.
         """
-        # 1. The order of documents must be the same, or the position would be that of others.
+        # 1. The order of documents must be the same, or the position would mean other documents.
         position = SavedPosition.read(state, self._identity(), self.longest_document_tokens)
-        # 2. Where micro-batches depend on sizes, these must be the same, too.
+        # 2. If micro-batches depend on sizes, these must be the same, too.
         position.check_sizes(self._sizes(), self._shape, self._planner.whole_documents)
         micro_batch, taken, steps_from = position.micro_batch, position.taken, position.steps_from
-        # 3. With micro-batches of other tokens the rest of the epoch is another one, counted from its beginning.
+        # 3. If micro-batches hold another number of tokens, the rest is packed anew, and counted from its beginning.
         if position.sizes != self._sizes():
             steps_from = micro_batch
         if position.capacity_tokens != self._capacity_tokens:
@@ -212,7 +212,7 @@ class PlacedLoader:
         saved = Cursor(position.epoch, micro_batch, taken, steps_from)
         packed = self._packed(saved)
         position.check_micro_batches(micro_batch, packed.num_micro_batches)
-        # 4. Documents that came before are those that were trained when it was saved.
+        # 4. Earlier documents must be the ones that had been trained when the state was saved.
         saved = replace(saved, documents=self._documents_before(packed, micro_batch))
         check_checksum(state, self.state_dict(), saved.documents)
         self._go_on_at(saved, packed)
@@ -222,25 +222,25 @@ class PlacedLoader:
         return sum_of_documents(np.arange(len(self._source))) - sum_of_documents(packed.left(micro_batch))
 
     def _go_on_at(self, cursor: Cursor, packed: SteppedEpoch) -> bool:
-        """Continues there with the next iteration. At the end of an epoch begins the next one, and returns False."""
+        """Makes the next iteration continue there. At the end of an epoch, begins the next one and returns False."""
         is_left = cursor.micro_batch < packed.num_micro_batches
         self._loaded = self._position = cursor if is_left else Cursor(cursor.epoch + 1)
         return is_left
 
     def skip(self, num_batches: int) -> bool:
-        """Leaves out the first micro-batches of the next iteration; returns whether any are left of its epoch."""
+        """Skips the first micro-batches of the next iteration; returns whether any of its epoch are left."""
         begin = self._next if self._loaded is None else self._loaded
         packed, later = self._packed(begin), begin.micro_batch + num_batches
         documents = self._documents_before(packed, later)
         return self._go_on_at(replace(begin, micro_batch=later, documents=documents), packed)
 
     def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
-        """Counts the rest of the epoch at the loader's position, in optimizer steps of that many micro-batches."""
+        """Counts the rest of the epoch from the loader's position, in optimizer steps of this many micro-batches."""
         at = self._position
         return self._packer.resumed(at.epoch, at.taken, at.micro_batch, accumulation_steps)
 
     def _packed(self, cursor: Cursor) -> SteppedEpoch:
-        """Returns the epoch of a position, or the rest of it that was packed anew when micro-batches changed their
+        """Returns the epoch of a position, or its rest if that was packed anew because micro-batches changed their
         size."""
         packed = self._packer.rest(cursor.epoch, cursor.taken)
         return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.steps_from)
@@ -271,7 +271,7 @@ class PlacedLoader:
         )
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
-        preparer = self.preparer  # all that the thread holds: a loader that is dropped ends its thread
+        preparer = self.preparer  # the thread holds only this: a dropped loader ends its thread
         documents = begin.documents
         ahead_of = Prefetcher(lambda: preparer.rest(begin, packed), self._prefetch, self.times, preparer.finish)
         with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
@@ -288,7 +288,7 @@ class PlacedLoader:
                 documents += sum_of_documents(prepared.documents)
                 self._position = replace(begin, micro_batch=micro_batch + 1, documents=documents)
                 self.end_of_dataloader = micro_batch + 1 == packed.num_micro_batches
-                if self.end_of_dataloader:  # known before another batch is asked for
+                if self.end_of_dataloader:  # known before the next batch is requested
                     self._next = self._position = Cursor(begin.epoch + 1)
                     self._is_left_early = False
                 use = batch["distca_plan"].use  # the training loop may take the plan out of the batch
@@ -363,7 +363,7 @@ class PlacedLoader:
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """Numbers of the step shape, as they are saved; nothing without one."""
+        """Numbers of the step shape, as saved; empty without one."""
         return () if self._planner.step_shape is None else self._planner.step_shape.numbers
 
     def _identity(self) -> dict[str, object]:

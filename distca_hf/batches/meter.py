@@ -16,9 +16,9 @@ from distca_hf.planning.kinds import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 
-# Below this part of the time, waiting is too little to name the rank that others wait for.
+# Share of the time below which waiting is too short to name the rank that others wait for.
 LITTLE_WAITING = 0.01
-# Dtypes for which a GPU's peak is known, so that its utilisation can be computed.
+# Dtypes for which a GPU's peak is known, and so its utilisation.
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -35,16 +35,16 @@ class PlanSource(Protocol):
 
 @dataclass(frozen=True)
 class MeterReading:
-    """Counts and times of all ranks since the reading before; equal on all of them.
+    """Counts and times of all ranks since the previous reading; equal on all of them.
 
     Attributes:
-        num_ranks: how many there are: all of the group.
-        seconds: that passed on this rank, evaluation left out.
+        num_ranks: number of ranks in the group.
+        seconds: time that passed on this rank, without evaluation.
         totals: of the micro-batches.
-        sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
+        sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each on the rank with the most.
         slowest_rank: number in the group of the rank that waited least for others; None in a reading of one rank.
-        utilisation: operations of the model over those that the GPUs of these ranks could do at best; attention
-            servers are not such ranks. None if unknown.
+        utilisation: operations of the model over the peak of these ranks' GPUs, without attention servers. None if
+            unknown.
         memory_bytes: most that torch had allocated at once on a GPU since the process began; None on CPUs.
     """
 
@@ -60,7 +60,7 @@ class MeterReading:
     memory_bytes: int | None
 
     def basic(self) -> dict[str, float]:
-        """Returns the metrics that are most often watched, as far as they are known."""
+        """Returns the most-watched metrics, as far as they are known."""
         totals = self.totals
         metrics = {"distca/imbalance": totals.imbalance / totals.micro_batches}
         if totals.step_imbalance:
@@ -73,7 +73,7 @@ class MeterReading:
         return metrics
 
     def all(self, documents_truncated: int) -> dict[str, float]:
-        """Returns the basic metrics, and others that help to find out why a training is slow."""
+        """Returns the basic metrics, and others that help to see why a training is slow."""
         totals, count = self.totals, self.totals.micro_batches
         metrics = self.basic() | {
             "distca/imbalance_before": totals.imbalance_before / count,
@@ -99,10 +99,10 @@ class MeterReading:
         return metrics
 
     def in_words(self, done: str) -> str:
-        """Returns one line about a training or an epoch that has ended.
+        """Returns a one-line summary of a finished training or epoch.
 
         Args:
-            done: the beginning of its text.
+            done: the beginning of the line.
         """
         totals, seconds = self.totals, self.seconds
         waited_much = self.slowest_rank is not None and self.waited_seconds >= LITTLE_WAITING * seconds
@@ -115,14 +115,14 @@ class MeterReading:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds, minutes or hours, whichever is read most easily."""
+    """Returns seconds, minutes or hours, whichever reads best."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class Moment(NamedTuple):
-    """Totals at some moment: time, bytes that this rank has sent, time that it has waited for others."""
+    """Totals at a moment: time, bytes that this rank has sent, time that it has waited for others."""
 
     seconds: float
     sent_bytes: int
@@ -165,8 +165,8 @@ class Meter:
         return Moment(time.perf_counter(), traffic.bytes_sent, traffic.waited_seconds)
 
     def read(self, source: PlanSource, step: int, dtype: torch.dtype | None) -> MeterReading | None:
-        """Returns a reading and begins the next one; None if nothing was planned. A collective call: every rank
-        reads at the same steps."""
+        """Returns a reading and begins the next one; None if nothing was planned. A collective call: all ranks read at
+        the same steps."""
         totals, passed = source.totals.since(self._totals), self._now().since(self._began)
         mine = self._mine(source, passed)
         self.begin(source)
@@ -176,7 +176,7 @@ class Meter:
         return self._reading(totals, passed.seconds, by_rank, dtype)
 
     def read_alone(self, source: PlanSource) -> MeterReading:
-        """Returns a reading without the other ranks: times and bytes are of this one."""
+        """Returns a reading without the other ranks: times and bytes are this rank's."""
         totals, passed = source.totals.since(self._totals), self._now().since(self._began)
         mine = {name: [value] for name, value in self._mine(source, passed).items()}
         return self._reading(totals, passed.seconds, mine, None)
@@ -195,7 +195,7 @@ class Meter:
     def _reading(
         self, totals: PlanTotals, seconds: float, by_rank: Mapping[str, Sequence[int]], dtype: torch.dtype | None
     ) -> MeterReading:
-        """Returns the reading of the numbers of all ranks."""
+        """Returns the reading that follows from the numbers of all ranks."""
         num_ranks = len(self._transport.grid.ranks)
         utilisation = None  # not known
         if self._flops is not None and self._device.type == "cuda" and dtype in HALF:

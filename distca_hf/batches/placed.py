@@ -1,6 +1,6 @@
-"""Placed: plans of micro-batches whose documents are placed here, made only from lengths.
+"""Placed: places the documents of micro-batches and plans them, using only lengths.
 
-Training plans with it, and so does `distca plan`: it imports no torch.
+Training and `distca plan` both use it, so it does not import torch.
 """
 
 from abc import ABC, abstractmethod
@@ -32,20 +32,19 @@ if TYPE_CHECKING:
 
 
 class StepShape(ABC):
-    """Divides the documents of optimizer steps in its own way, into micro-batches of equally many rows. See
-    `distca_hf.Pipeline`."""
+    """A way to divide optimizer steps' documents into micro-batches of equally many rows. See `distca_hf.Pipeline`."""
 
     @property
     @abstractmethod
     def numbers(self) -> tuple[int, ...]:
-        """What it depends on: ranks compare it, and positions are saved with it."""
+        """Numbers that it depends on: ranks compare them, and saved positions include them."""
 
     @abstractmethod
     def check(self, micro_steps: int, num_layers: int | None = None) -> None:
-        """Checks that optimizer steps of so many micro-batches can be shaped.
+        """Checks that optimizer steps of `micro_steps` micro-batches can be shaped.
 
         Args:
-            num_layers: layers of the model, where known.
+            num_layers: layers of the model, if known.
 
         Raises:
             ConfigError: they cannot.
@@ -53,7 +52,7 @@ class StepShape(ABC):
 
     @abstractmethod
     def check_grid(self, grid: "Grid") -> None:
-        """Checks that the ranks are divided as it needs them.
+        """Checks that the ranks are divided as this shape needs.
 
         Raises:
             ConfigError: they are not.
@@ -78,14 +77,14 @@ class PlacedPlanner:
 
     Attributes:
         num_ranks: ranks that share each micro-batch.
-        head_groups: groups that plans may divide the heads of the model in.
-        extra_ranks: ranks without tokens after these; None if there are none.
-        token_bytes: bytes of one token in one layer; read where there are extra ranks, or documents stay whole.
+        head_groups: groups into which plans may divide the model's heads.
+        extra_ranks: ranks without tokens, numbered after these; None if there are none.
+        token_bytes: bytes of one token in one layer; read only with extra ranks, or if documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
-        whole_documents: whether documents are not cut; then tasks of attention move.
+        whole_documents: whether documents stay whole; then attention tasks move.
         halo_tokens: tokens before a part of a document that convolutions of layers with a state see; None if the model
             has no such layers, or documents stay whole.
-        step_shape: divides the documents of optimizer steps; None: so that long documents train together.
+        step_shape: divides the documents of optimizer steps; if None, long documents train together.
         costs: seconds of the model's layers, for the step shape.
     """
 
@@ -129,8 +128,8 @@ class PlacedPlanner:
         return KernelTimes.load(Path(self.config.kernel_times)) if self.config.kernel_times else None
 
     def check_kernel_times(self, longest_document_tokens: int) -> None:
-        """Checks that a table of kernel times is not used with windows, which it does not know, or with documents that
-        stay whole.
+        """Checks that a table of kernel times is not used with windows, which it does not cover, or with whole
+        documents.
 
         Args:
             longest_document_tokens: a window as long as this document is full attention.
@@ -155,13 +154,13 @@ class PlacedPlanner:
             )
 
     def regroup(self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0) -> SteppedEpoch:
-        """Returns the epoch with documents divided anew within every optimizer step: long ones together, or as the
-        step shape has it.
+        """Returns the epoch with documents divided anew within every optimizer step: long ones together, or by the
+        step shape.
 
         Args:
             document_tokens: `[documents]` lengths of all documents.
             micro_steps: micro-batches of an optimizer step; 1 leaves them as they are.
-            steps_from: a micro-batch that some optimizer step begins with.
+            steps_from: a micro-batch with which an optimizer step begins.
         """
         if self.step_shape is not None:
             return self.step_shape.shaped(self, epoch, document_tokens, micro_steps, steps_from)
@@ -174,18 +173,17 @@ class PlacedPlanner:
 
     @property
     def fits(self) -> Fits | None:
-        """Which documents of a micro-batch have room on the ranks; None if all have, because they may be cut."""
+        """Which documents of a micro-batch fit on the ranks; None if all do, because they may be cut."""
         if not self.whole_documents:
             return None
         return partial(fit_whole, num_ranks=self.num_ranks, tokens_per_rank=self.config.tokens_per_rank)
 
     def plan(self, document_tokens: IntArray, placed: Layout | None = None) -> Plan:
-        """Plans a micro-batch, its rows padded.
+        """Plans a micro-batch with padded rows.
 
         Args:
             document_tokens: `[documents]` lengths.
-            placed: their placement with equal work, if it was made before; with a table of kernel times they are
-                placed anew.
+            placed: their placement with equal work, if already made; a table of kernel times places them anew.
 
         Raises:
             PackingError: a length is out of range.
@@ -194,7 +192,7 @@ class PlacedPlanner:
         return self.plan_layout(self.layout(document_tokens, placed))
 
     def layout(self, document_tokens: IntArray, placed: Layout | None = None) -> Layout:
-        """Places a micro-batch on the ranks that hold tokens, its rows padded; with a step shape to
+        """Places a micro-batch on the ranks that hold tokens, and pads its rows; with a step shape to
         `tokens_per_rank`. Arguments and errors: see `plan`."""
         layout = self._place(document_tokens) if placed is None or self.kernel_times else placed
         tokens_per_rank = self.config.tokens_per_rank
@@ -203,7 +201,7 @@ class PlacedPlanner:
         )
 
     def plan_layout(self, layout: Layout) -> Plan:
-        """Plans a placed layout, its rows padded."""
+        """Plans a placed layout with padded rows."""
         topology = self.config.topology(self.num_ranks)
         if self.extra_ranks is not None:
             return self.extra_ranks.plan(layout, self.head_groups, topology=topology, token_bytes=self.token_bytes)
@@ -212,7 +210,7 @@ class PlacedPlanner:
         return plan_in_place(layout, self.head_groups)
 
     def _place(self, document_tokens: IntArray) -> Layout:
-        """Places documents: equal work for all ranks, or equal seconds."""
+        """Places documents so that all ranks have equal work, or equal seconds."""
         topology, times = self.config.topology(self.num_ranks), self.kernel_times
         self.check_kernel_times(int(np.max(document_tokens, initial=0)))
         if self.whole_documents:
@@ -240,10 +238,10 @@ class GivenPlans:
 
     Attributes:
         topology: nodes of the ranks that hold tokens.
-        head_groups: groups that heads can be divided into.
+        head_groups: groups into which heads can be divided.
         token_bytes: bytes of a token in one layer.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
-        places_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
+        places_rows: whether the model moves rows, and tokens may be placed; otherwise attention tasks move.
     """
 
     topology: Topology
@@ -263,7 +261,7 @@ class GivenPlans:
         return place_given(home, self.topology, self.head_groups, self.layer_masks)
 
     def plan(self, layout: Layout, extra_ranks: ExtraRanks | None = None) -> Plan:
-        """Returns the plan of such a layout; extra ranks are numbered after its ranks."""
+        """Returns the plan of a layout that `layout` returned; extra ranks are numbered after its ranks."""
         if extra_ranks is not None:
             return extra_ranks.plan(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
         if self.places_rows:

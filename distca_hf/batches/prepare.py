@@ -1,10 +1,10 @@
-"""Prepare: one rank's part of a micro-batch, made on the host in a background thread, before it is asked for.
+"""Prepare: makes one rank's part of a micro-batch on the host, in a background thread, before training asks for it.
 
-A `Preparer` places, plans, routes and reads. A `Prefetcher` runs it ahead and hands its micro-batches over in order.
+A `Preparer` places, plans, routes and reads. A `Prefetcher` runs it ahead and hands over its micro-batches in order.
 Neither uses a process group or the loader.
 
-Rows that a transform makes are drawn by worker processes, or by the thread that asks for the micro-batch: all threads
-of a process share the generators that transforms draw from.
+Worker processes draw the rows of a transform, or the thread that asks for the micro-batch does: all threads of a
+process share the generators from which transforms draw.
 """
 
 import queue
@@ -38,7 +38,7 @@ from distca_hf.telemetry import LoaderTimes
 
 Item = TypeVar("Item")
 
-# How often a thread that waits for room looks whether it is still wanted.
+# How often a thread that waits for room checks whether it is still needed.
 POLL_SECONDS = 0.1
 
 
@@ -47,10 +47,10 @@ class Cursor:
     """Position in the data: the next micro-batch to hand out.
 
     Attributes:
-        taken: parts of the epoch that were taken before in micro-batches of another size, as (capacity_tokens,
-            micro-batches). A run may go on with other ranks than it began with.
-        steps_from: a micro-batch of the epoch that an optimizer step begins with.
-        documents: `sum_of_documents` that came before in this epoch.
+        taken: parts of the epoch taken earlier in micro-batches of another size, as (capacity_tokens, micro-batches).
+            A run may continue with other ranks than it began with.
+        steps_from: a micro-batch of the epoch with which an optimizer step begins.
+        documents: `sum_of_documents` of the earlier documents of this epoch.
     """
 
     epoch: int = 0
@@ -62,15 +62,15 @@ class Cursor:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A micro-batch as the background thread leaves it: host tensors (pinned if they go to a GPU) and host maps.
+    """A micro-batch as the background thread makes it: host tensors (pinned if they go to a GPU) and host maps.
 
     Attributes:
-        columns: `[1, rows]` tensors by their names among the arguments of models; none until rows are read.
+        columns: `[1, rows]` tensors by the names of models' arguments; empty until rows are read.
         kinds: rank plans for each mask that layers attend with, and facts.
         cuts: cuts of documents next to this rank's segments, once rows are read.
-        plan: the plan of all ranks, to hand to extra ranks; None if there are none.
+        plan: the plan of all ranks, for extra ranks; None if there are none.
         layout: the rows of the ranks that train.
-        documents: `[documents]` which document of the dataset each one of the layout is.
+        documents: `[documents]` index in the dataset of each document of the layout.
         extra_ranks: see `PlacedPlanner`.
     """
 
@@ -93,7 +93,7 @@ class Prepared:
 
     @property
     def documents_checksum(self) -> int:
-        """Of the documents that form the micro-batch."""
+        """Checksum of the micro-batch's documents."""
         return zlib.crc32(self.documents.astype("<i8").tobytes())
 
 
@@ -102,7 +102,7 @@ class Preparer:
     """Prepares micro-batches of one rank.
 
     Attributes:
-        num_workers: processes that draw rows which a transform makes.
+        num_workers: processes that draw the rows of a transform.
     """
 
     source: DocumentSource
@@ -112,8 +112,8 @@ class Preparer:
     num_workers: int = 0
 
     def rest(self, begin: Cursor, epoch: SteppedEpoch) -> Iterator[Prepared]:
-        """Yields micro-batches from `begin` to the end of its epoch, with their rows. Those that a transform makes are
-        left to `finish` unless there are workers."""
+        """Yields micro-batches from `begin` to the end of its epoch, with their rows. Without workers, the rows of a
+        transform are left to `finish`."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
         planned = (
@@ -127,7 +127,7 @@ class Preparer:
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
-        planner = self.planner  # another one may come meanwhile
+        planner = self.planner  # it may be replaced meanwhile
         layout = planner.layout(document_tokens, epoch.layout(cursor.micro_batch))
         plan = planner.plan_layout(layout)
         prepared = Prepared(
@@ -151,7 +151,7 @@ class Preparer:
         return self._read(prepared, self.source.draw(self._held(prepared), prepared.cursor.epoch))
 
     def _with_workers(self, planned: Iterator[Prepared]) -> Iterator[Prepared]:
-        """Yields micro-batches whose rows were drawn by worker processes, each by one of them."""
+        """Yields micro-batches whose rows worker processes have drawn, one process for each."""
         waiting: deque[Prepared] = deque()
 
         def asked_for() -> Iterator[tuple[IntArray, int]]:
@@ -173,7 +173,7 @@ class Preparer:
             yield self._read(waiting.popleft(), draws)
 
     def _held(self, prepared: Prepared) -> IntArray:
-        """Returns which documents of the source this rank holds parts of."""
+        """Returns the documents of the source of which this rank holds parts."""
         held = [document for document, _, _ in prepared.layout.held_by(self.rank)]
         return prepared.documents[np.array(held, dtype=np.int64)]
 
@@ -188,7 +188,8 @@ class Preparer:
         return replace(prepared, columns=columns, label_tokens=rows.num_labels, cuts=cuts_of(*of_rank))
 
     def planned_for(self, extra_ranks: ExtraRanks | None, prepared: Prepared) -> Prepared:
-        """Returns the micro-batch planned for other extra ranks; its rows stay. So are those that come later."""
+        """Returns the micro-batch, planned for other extra ranks, with the same rows. Later ones are planned for them,
+        too."""
         if extra_ranks == prepared.extra_ranks:
             return prepared
         planner = self.planner = replace(self.planner, extra_ranks=extra_ranks)
@@ -216,14 +217,14 @@ class Preparer:
 
 
 class Replanner:
-    """Plans a micro-batch again when other ranks without tokens take part than before."""
+    """Plans a micro-batch again when the ranks without tokens that take part have changed."""
 
     def __init__(self, transport: PostingTransport, preparer: Preparer, prepared: Prepared, micro_batch: int) -> None:
         self._transport, self._preparer, self._micro_batch = transport, preparer, micro_batch
         self._prepared, self._membership = replace(prepared, columns={}), transport.membership
 
     def __call__(self) -> Planned | None:
-        """Returns the present plan; None if it is the one from before."""
+        """Returns the current plan; None if it has not changed."""
         if self._membership == self._transport.membership:
             return None
         self._membership = self._transport.membership
@@ -252,8 +253,7 @@ def _as_it_is(drawn: Any) -> Any:
 
 
 class Prefetcher(Generic[Item]):
-    """Items of `make()`, up to `depth` of them made before they are asked for. The thread that asks for one does what
-    is left to do, `finish`.
+    """Items of `make()`, of which up to `depth` are made ahead. The thread that asks for an item runs `finish` on it.
 
     The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main
     thread. A daemon thread would be cut off in the middle of a call, which may abort the process.
@@ -267,13 +267,13 @@ class Prefetcher(Generic[Item]):
         finish: Callable[[Item], Item] = lambda item: item,
     ) -> None:
         self._make, self._finish = make, finish
-        # Items; the last one is what `make` ended with: StopIteration, or the error that it raised.
+        # Items, then what ended `make`: StopIteration, or the error that it raised.
         self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         self._times = times
 
     def __iter__(self) -> Generator[Item, None, None]:
-        """Yields items in order; an exception of the iterator is raised in its place."""
+        """Yields items in order; raises an exception of the iterator in its place."""
         thread = threading.Thread(target=self._run, name="distca-ahead")
         thread.start()
         try:

@@ -1,4 +1,4 @@
-"""Preview: how a dataset will be trained, from a look at some micro-batches before they are due.
+"""Preview: predicts how a dataset will train, from some micro-batches looked at before they are due.
 
 Rank 0 writes it as the first two lines of a training.
 """
@@ -28,8 +28,8 @@ from distca_hf.version import __version__
 
 log = get_logger(__name__)
 
-# Micro-batches whose work is counted, and how many of them are also placed. Placing one takes up to a twentieth of a
-# second, and all come out alike.
+# Number of micro-batches whose work is counted, and of those that are also placed. Placing one takes up to a twentieth
+# of a second, and all come out alike.
 COUNTED = 128
 PLACED = 8
 
@@ -39,11 +39,12 @@ class Preview:
     """Some micro-batches of a training.
 
     Attributes:
-        tokens, pairs: `[micro-batches]` of all ranks; a pair of a query and a key counts once for all heads. Pairs are
-            means over layers, where these attend with several masks.
+        tokens, pairs: `[micro-batches]` of all ranks; a pair of a query and a key counts once for all heads. If layers
+            attend with several masks, pairs are means over layers.
         imbalance_before, imbalance: `[micro-batches]` attended pairs of the busiest rank over the mean: as documents
-            came, and as they are computed. With servers the latter is the longest time over that of an even split.
-        speeds: relative speeds of all ranks, of which attention servers are the last; empty without servers.
+            came, and as ranks compute them. With servers the latter is the longest time over the time of an even
+            split.
+        speeds: relative speeds of all ranks, attention servers last; empty without servers.
         given: totals of a given micro-batch; None if batches are placed.
     """
 
@@ -56,7 +57,7 @@ class Preview:
 
     @classmethod
     def of(cls, facts: PlanFacts, flops: StepFlops | None = None) -> Self:
-        """Returns the preview of one given micro-batch, which is planned already.
+        """Returns the preview of one given micro-batch that is already planned.
 
         Args:
             flops: operations of the model; None if they are not known.
@@ -73,13 +74,13 @@ class Preview:
 
 @dataclass(frozen=True, eq=False)
 class PlacedData:
-    """The data that a placed loader is about to hand out.
+    """Data that a placed loader is about to hand out.
 
     Attributes:
         planner: plans its micro-batches.
         document_tokens: `[documents]` lengths of all documents.
-        micro_batches: of the epoch, or of the rest of it.
-        first: the next one of these.
+        micro_batches: those of the epoch, or of its rest.
+        first: index of the next one.
         micro_steps: micro-batches of an optimizer step within which documents are divided anew.
         per_epoch: micro-batches of a whole epoch.
     """
@@ -93,7 +94,7 @@ class PlacedData:
 
     @cached_property
     def preview(self) -> Preview:
-        """Looks at micro-batches all over the epoch."""
+        """Looks at micro-batches from all over the epoch."""
         counted = list(self._spread(COUNTED))
         placed = set(islice(self._spread(PLACED), PLACED))
         extra_ranks, num_ranks = self.planner.extra_ranks, self.planner.num_ranks
@@ -116,7 +117,7 @@ class PlacedData:
         )
 
     def _spread(self, most: int) -> Iterator[int]:
-        """Yields numbers of about `most` micro-batches all over the epoch, whole optimizer steps together."""
+        """Yields numbers of about `most` micro-batches from all over the epoch, in whole optimizer steps."""
         left = self.micro_batches.num_micro_batches - self.first
         steps = ceil_div(left, self.micro_steps)
         wanted = min(steps, max(1, most // self.micro_steps))
@@ -127,10 +128,10 @@ class PlacedData:
 
 
 class PlacedPlan(LivePlan):
-    """A live plan that leads to the data it comes from.
+    """A live plan that knows the data it comes from.
 
     Attributes:
-        whole_tokens: `[segments]` tokens of the documents that this rank holds, all of each that it holds a part of.
+        whole_tokens: `[segments]` tokens of the whole document to which each of this rank's segments belongs.
     """
 
     def __init__(self, data: PlacedData, whole_tokens: IntArray, **plan: Any) -> None:
@@ -151,15 +152,15 @@ class RunReport:
         self.written = False
 
     def restart(self, steps_per_epoch: int | None) -> None:
-        """Writes the first lines again when the next training begins; its optimizer steps per epoch, where known."""
+        """Makes the next training write its first lines again; `steps_per_epoch` are its optimizer steps, if known."""
         self._steps_per_epoch, self.written = steps_per_epoch, False
 
     def begin(self, plan: LivePlan, cost: StepCost | None, flops: StepFlops | None = None) -> None:
         """Writes the two lines, after the first forward pass of a training.
 
         Args:
-            cost: of a token and a pair, as the model is checkpointed; None if it is not known.
-            flops: operations of the model; None likewise.
+            cost: of a token and a pair, with the model's checkpointing; None if not known.
+            flops: operations of the model; None if not known.
         """
         self.written = True
         if plan.transport.grid.number != 0 or plan.part != 0 or not log.isEnabledFor(logging.INFO):
@@ -210,11 +211,11 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
     """Returns the text of the second line: balance, the share of attention, and the speed-up that follows.
 
     Args:
-        cost: of a token and a pair; None if it is not known.
+        cost: of a token and a pair; None if not known.
         seen: which micro-batches these are.
     """
     words = []
-    # Attention of an even split takes this much of the time without servers.
+    # Share of its time without servers that attention takes with an even split.
     left = num_ranks / sum(preview.speeds) if preview.speeds else 1.0
     imbalance_after = preview.imbalance * left
     before, after = preview.imbalance_before.mean(), imbalance_after.mean()

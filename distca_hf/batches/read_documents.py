@@ -1,11 +1,11 @@
-"""Read documents: reads what ranks must know of a batch before they plan it, such as the lengths of its documents.
+"""Read documents: reads what ranks must know about a batch before they plan it, such as the lengths of its documents.
 
     collator ──reading──▶ entry of the batch ──▶ step of Trainer ──mark──▶ tensors ──▶ pass    no wait for the device
     any other batch ───────────────── one copy to the host ──────────────read────────▶ pass    one wait
 
-The collator adds a `Reading` to the batch. Before a model or a loss sees the batch, the entry is taken out, and the
-storages of what is read are marked with it, as in `known_batch`. A pass uses the mark only if all tensors that were
-read are still the same, and unchanged.
+The collator adds a `Reading` to the batch. Before a model or a loss sees the batch, we take this entry out and mark
+the storages of the tensors to read, as in `known_batch`. A pass uses the mark only if all these tensors are still the
+same, and unchanged.
 
 The tokens of a padded batch become one pack, and their places in its rows are remembered:
 
@@ -13,7 +13,7 @@ The tokens of a padded batch become one pack, and their places in its rows are r
           1 1 1 1 0    ──▶  positions  0 1 2 0 1 2 3
 
 A pack has no padding: it is planned like any other, and linear layers compute only tokens. A rank without tokens runs
-on a row of padding, so that it takes part in everything that other ranks do.
+on a row of padding, to take part in everything that other ranks do.
 """
 
 import weakref
@@ -48,7 +48,8 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Name of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a storage.
+# Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
+# storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
 LABELS = ("labels", "shift_labels")
 # Entries of a batch that are read.
@@ -61,7 +62,7 @@ class PaddedRows:
 
     Attributes:
         shape: shape of the batch, `(B, L)`.
-        token_places: `[T]` places of the tokens among all B · L, row after row.
+        token_places: `[T]` places of the tokens among all B · L, row by row.
         offsets: `[documents + 1]` int32, where documents begin among the tokens.
         has_own_positions: whether the batch had positions.
         is_left_padded: whether some row begins with padding.
@@ -82,11 +83,11 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
     """Returns the rows of a padded batch; waits for the device.
 
     Args:
-        with_images: whether it may have images, whose features are among the tokens when they are packed.
+        with_images: whether it may have images; their features are among the tokens by the time these are packed.
 
     Returns:
-        None if the batch is not padded, or must stay so: it has offsets, a mask of several numbers per token, or
-        labels to learn that padding predicts; or images, or positions of several numbers per token.
+        None if the batch has no padding, or must keep it: it has offsets, a mask with several numbers per token,
+        labels to learn that padding predicts, images, or positions with several numbers per token.
 
     Raises:
         PackingError: a row has no token, or padding between tokens; or positions do not fit the mask.
@@ -122,8 +123,8 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
 
 
 def _learns_after_padding(labels: object, shift_labels: object, is_token: torch.Tensor) -> bool:
-    """Returns whether a label is learnt that padding predicts, as of the first token of a row that is padded on its
-    left: padding has no hidden states in a pack."""
+    """Returns whether padding predicts a label to learn, as for the first token of a row that is padded on its left:
+    in a pack, padding has no hidden states."""
     if isinstance(shift_labels, torch.Tensor) and shift_labels.shape == is_token.shape:
         if bool(((shift_labels != IGNORED_LABEL) & ~is_token).any()):
             return True
@@ -133,7 +134,7 @@ def _learns_after_padding(labels: object, shift_labels: object, is_token: torch.
 
 
 def _check_runs(is_token: torch.Tensor) -> None:
-    """Checks that the tokens of every row, bool `[B, L]`, are one run."""
+    """Checks that the tokens of every row, bool `[B, L]`, are contiguous."""
     begins = is_token.clone()
     begins[:, 1:] &= ~is_token[:, :-1]
     runs = begins.sum(dim=1)
@@ -179,13 +180,13 @@ def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int | None]:
 
 @dataclass(frozen=True, eq=False)
 class ReadDocuments:
-    """What was read of a batch.
+    """What was read from a batch.
 
     Attributes:
-        lengths: `[documents]` tokens of each document; None if the batch stays padded.
-        padded: places of the tokens in padded rows, on the host, if the rows become a pack; None if they stay.
+        lengths: `[documents]` tokens of each document; None if the batch keeps its padding.
+        padded: places of the tokens in padded rows, on the host, if the rows become a pack; otherwise None.
         learns_nothing: whether the batch has labels, and all of them are ignored.
-        checksum: checksum of tokens, labels and lengths; None if it was not asked for.
+        checksum: checksum of tokens, labels and lengths; None if not requested.
     """
 
     lengths: IntArray | None
@@ -202,7 +203,7 @@ class DocumentReader:
         lengths_of: returns the `[documents]` lengths of a batch without padding; None if it is padded.
         packs_rows: whether padded rows become a pack.
         with_images: see `padded_rows_of`.
-        vocabulary_tokens: number of tokens that the model has embeddings for; None if that is not known.
+        vocabulary_tokens: number of tokens for which the model has embeddings; None if not known.
         with_checksum: whether several ranks hold the same batch, and compare checksums of it.
         window_tokens: shortest window of the model's layers; None if they have none.
     """
@@ -236,9 +237,9 @@ class DocumentReader:
 
 
 class Reading:
-    """A batch whose documents are read when they are first asked for.
+    """A batch whose documents are read when first needed.
 
-    The class has no method `to`, so Accelerate leaves it and its tensors on the host.
+    It has no method `to`, so Accelerate leaves it and its tensors on the host.
     """
 
     def __init__(self, reader: DocumentReader, batch: Batch) -> None:
@@ -248,8 +249,8 @@ class Reading:
 
     @cached_property
     def documents(self) -> ReadDocuments | None:
-        """What was read; None if the batch cannot be read, or was written to since it was collated (collators may use
-        their memory again). Its pass then reads what it is given, and raises what is wrong."""
+        """What was read; None if the batch cannot be read, or was written to since it was collated (collators may
+        reuse their memory). Its pass then reads its own arguments, and raises what is wrong."""
         assert self._unread is not None
         (reader, batch), self._unread = self._unread, None
         if _tensors_of(batch) != self._collated:
@@ -263,10 +264,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadingCollator:
-    """Wraps a collator, and adds a reading to its batches, under `ENTRY`.
+    """Wraps a collator, and adds a reading to its batches under `ENTRY`.
 
-    Worker processes read at once. The training process reads later, when ranks show each other what they know: the
-    device is busy by then.
+    Worker processes read at once. The training process reads later, when ranks show each other what they know and the
+    device is busy.
     """
 
     collate: Callable[[Any], Any]
@@ -291,7 +292,7 @@ def take_reading(batch: object) -> Reading | None:
 
 
 def mark(batch: Batch, reading: Reading) -> None:
-    """Marks the tensors of a batch with its reading, which someone else must keep.
+    """Marks the tensors of a batch with its reading, which someone else must keep alive.
 
     A reading may hold these very tensors, and a storage that kept a tensor on itself alive would never be freed.
     """
@@ -301,10 +302,10 @@ def mark(batch: Batch, reading: Reading) -> None:
 
 
 def reading_of(batch: Batch) -> Reading | None:
-    """Returns the reading of the tensors that a pass is given. None if they have none, if tensors were replaced, or if
-    one was written to since.
+    """Returns the reading of a pass's tensors. None if they have none, or if a tensor was replaced or written to
+    since.
 
-    The pass may be given no labels, unless what was read depends on them.
+    The pass may lack labels, unless what was read depends on them.
     """
     tokens = batch.get("input_ids")
     if type(tokens) is not torch.Tensor or tokens.is_meta:
@@ -316,7 +317,7 @@ def reading_of(batch: Batch) -> Reading | None:
     if any(then.get(name) != value for name, value in now.items()):
         return None
     if any(getattr(value.untyped_storage(), MARK, None) is not marked for value in _read_of(batch).values()):
-        return None  # another tensor, in memory that was freed
+        return None  # another tensor, in freed memory
     missing = then.keys() - now.keys()
     if not missing:
         return reading
@@ -326,8 +327,8 @@ def reading_of(batch: Batch) -> Reading | None:
 
 
 def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
-    """Returns a checksum of a batch, and waits for its device. Images enter it as their sum, so that they need not be
-    copied. The mask enters it only if the batch stays padded: otherwise lengths say the same."""
+    """Returns a checksum of a batch, and waits for its device. It includes only the sum of images, to avoid copying
+    them, and the mask only if the batch keeps its padding: otherwise lengths say the same."""
     names = ("labels", "shift_labels", "position_ids", *(["attention_mask"] if lengths is None else []))
     named = [batch.get(name) for name in names]
     media = [x.sum(dtype=torch.float64)[None] for x in map(batch.get, media_of(batch)) if isinstance(x, torch.Tensor)]

@@ -1,11 +1,11 @@
-"""Reported steps: which passes of a model are traced, and the traces that ranks write of them.
+"""Reported steps: chooses the passes of a model to trace, and writes each rank's traces of them.
 
     pass begins ──▶ NotedPass ──▶ attention calls note moments ──▶ pending ──▶ device has passed them ──▶ trace file
     every n-th step                                                            looked at when later passes begin
 
 Ranks without tokens do the same with their own part of the pass, once they are told that it begins (`Posted.traced`).
 Nothing waits for the device or for other ranks. Ranks trace the same steps, because they count alike: Trainer its
-optimizer steps, a placed loader its micro-batches. The setting is among those that ranks compare.
+optimizer steps, a placed loader its micro-batches. Ranks also compare the setting.
 """
 
 import atexit
@@ -38,7 +38,7 @@ from distca_hf.traces import LayersTrace, ModelSizes, PredictedCosts, RankTrace
 
 
 class Predictable(NamedTuple):
-    """What seconds of a pass are predicted from; None where it is not known.
+    """Data from which the seconds of a pass are predicted; None for what is not known.
 
     Attributes:
         costs: by rates of a GPU.
@@ -53,7 +53,7 @@ class ReportedSteps:
     """Traces the passes of one model.
 
     Args:
-        every_steps: optimizer steps from one reported step to the next; 0: none is.
+        every_steps: optimizer steps from one reported step to the next; 0 to report none.
         token_bytes: bytes of one token in one layer of the model.
         layer_masks: masks of the model, each with the number of its layers.
     """
@@ -65,11 +65,11 @@ class ReportedSteps:
         self._begun: Pending | None = None
 
     def begin(self, plan: LivePlan, trains: bool, of_model: Callable[[], Predictable]) -> PassTrace:
-        """Returns what notes the moments of a pass that begins now.
+        """Returns the trace that notes the moments of a pass that begins now.
 
         Args:
-            trains: whether it is one of training; no other is traced.
-            of_model: returns what is predicted from the model; it is asked only in reported steps.
+            trains: whether it is a training pass; no others are traced.
+            of_model: returns what is predicted from the model; called only in reported steps.
         """
         if not self._every_steps or not trains:
             return UNTRACED
@@ -77,13 +77,13 @@ class ReportedSteps:
             self._begun.step_seconds = time.perf_counter() - self._begun.began
             self._begun = None
         self._pending.write_complete()
-        step = self._file.step  # Trainer's optimizer step; without one it is counted from micro-batches
+        step = self._file.step  # Trainer's optimizer step; without one, counted from micro-batches
         if step is None:
             step = plan.micro_batch // (plan.data.micro_steps if isinstance(plan, PlacedPlan) else 1) + 1
         if step % self._every_steps:
             return UNTRACED
         plan.agree()
-        plan.plan_anew()  # or the plan might be another one by the time that the pass attends
+        plan.plan_anew()  # otherwise the plan might change before the pass attends
         atexit.unregister(self.flush)
         atexit.register(self.flush)
         device = next(iter(plan.kinds)).plan.forward.send_rows.device
@@ -97,15 +97,16 @@ class ReportedSteps:
         return noted
 
     def flush(self) -> None:
-        """Writes all that is left, when training has ended. Waits a little for the device, and for no other rank."""
+        """Writes everything that is left when training has ended. Waits briefly for the device, but not for other
+        ranks."""
         atexit.unregister(self.flush)
         self._begun = None
         self._pending.flush()
 
     def _begun_trace(self, plan: LivePlan, step: int, device: torch.device, of_model: Predictable) -> RankTrace:
-        """Returns the trace of a pass that begins: without calls."""
+        """Returns the trace of a beginning pass, without calls."""
         facts, transport, grid = plan.facts, plan.transport, plan.transport.grid
-        kinds = []  # with tasks of this rank where they are routed; long windows have full attention's
+        kinds = []  # with this rank's tasks if they are routed; long windows have full attention's
         for mask, count in self._layer_masks:
             kind = LayersTrace(mask.window_tokens or 0, count, None, mask.chunked)
             plans = [one.plan for one in plan.kinds if is_routed_by(kind, one.plan)]

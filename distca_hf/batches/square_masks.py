@@ -1,8 +1,8 @@
-"""Square masks: reads masks `[B, 1, T, T]` that say no more than "causal, and documents apart".
+"""Square masks: reads masks `[B, 1, T, T]` that only say "causal, and documents apart".
 
-Collators make them of packs for attention that takes a mask of every pair, such as sdpa. They are bool, or numbers to
-add to scores: 0 where a token attends, very small where it does not. A rank computes only some of these pairs, and
-needs documents instead. So such a mask becomes numbers of documents, `[B, T]`:
+Collators make them from packs for attention that takes a mask of every pair, for example sdpa. They are bool, or
+numbers to add to scores: 0 if a token attends, very small if not. A rank computes only some of these pairs, and needs
+documents instead. So the mask becomes numbers of documents, `[B, T]`:
 
     1 0 0 0 0
     1 1 0 0 0
@@ -19,7 +19,7 @@ from distca_hf.batches.batch_documents import Batch, cache_of, tokens_of
 from distca_hf.errors import PackingError
 
 
-# This much or less added to a score hides the pair.
+# Adding this or less to a score hides the pair.
 HIDES = -1e4
 REMEDY = "give zeros and ones of shape [batch, tokens], and position_ids that begin at 0 in every document"
 
@@ -34,16 +34,16 @@ def is_square(batch: Batch) -> bool:
 
 
 def numbered_rows(batch: Batch, window_tokens: int | None = None) -> Batch:
-    """Returns a batch whose square mask is replaced by the numbers of documents that it says, from 1 in every row, and
-    0 for padding; any other batch itself. Reads every pair, and waits for the device.
+    """Replaces a batch's square mask by numbers of documents, from 1 in every row, and 0 for padding; returns any
+    other batch as it is. Reads every pair, and waits for the device.
 
     Args:
-        window_tokens: shortest window of the model's layers; None if they have none. Other attention would follow the
-            mask in these layers, too.
+        window_tokens: shortest window of the model's layers; None if they have none. Other kinds of attention would
+            follow the mask in these layers, too.
 
     Raises:
-        PackingError: the mask says something else, or position_ids do, or a document is longer than the window; names
-            the first row and token.
+        PackingError: mask or position_ids say something else, or a document is longer than the window; names the first
+            row and token.
     """
     if not is_square(batch):
         return batch
@@ -80,20 +80,20 @@ def numbered_rows(batch: Batch, window_tokens: int | None = None) -> Batch:
 
 
 def tokens_in(batch: Batch) -> dict[str, Any]:
-    """Returns the mask that stands for a square one that was read: True where there is a token, `[B, T]`; nothing for
-    any other batch."""
+    """Returns the mask that replaces a square one that was read: `[B, T]`, True for tokens. Empty for any other
+    batch."""
     if not is_square(batch):
         return {}
     return {"attention_mask": _attends(batch["attention_mask"][:, 0].diagonal(dim1=1, dim2=2))}
 
 
 def _attends(mask: torch.Tensor) -> torch.Tensor:
-    """Returns bool, True where a query attends to a key."""
+    """Returns bool, True if a query attends to a key."""
     return mask if mask.dtype == torch.bool else mask == 0
 
 
 def _refuse(wrong: torch.Tensor, what: str) -> None:
-    """Refuses the first token of bool `[B, T]` that is wrong."""
+    """Raises for the first True token of bool `[B, T]`."""
     if bool(wrong.any()):
         row, token = wrong.nonzero()[0].tolist()
         raise PackingError(f"row {row}, token {token}: {what}; {REMEDY}")

@@ -1,7 +1,7 @@
 """Fragments: the parts of cut documents, and the rows of one rank as layers with a state see them.
 
-A state runs through a document from its first token to its last one. What ranks exchange so that each fragment gets
-the state before it is in `planning.folds`.
+A state runs through a document from its first token to its last one. `planning.folds` says what ranks exchange to give
+each fragment the state before it.
 
     document         | f0 | f1     | f2  | f3 |      in document order, on ranks in any order
     rows of a rank   | f2 | d1 | d5 | f0 | d2 |      d: whole documents
@@ -12,7 +12,7 @@ the state before it is in `planning.folds`.
     last             sends no summary, needs a state
     halo of f2       the tokens just before it, wherever they are: a convolution sees them
 
-All of it follows from the layout, so every rank derives the same.
+All this follows from the layout, so every rank derives the same.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from distca_hf.planning.folds import CutFragments, Route, route_of
 
 # Sort keys are (document, position); positions have 31 bits.
 POSITIONS = 2**31
-# Whole documents and padding; fragments that others of their documents follow; last fragments of documents.
+# Whole documents and padding; fragments with a later one in their document; last fragments of documents.
 GroupName = Literal["whole", "followed", "last"]
 GROUPS: tuple[GroupName, ...] = ("whole", "followed", "last")
 
@@ -37,17 +37,16 @@ GROUPS: tuple[GroupName, ...] = ("whole", "followed", "last")
 class Halo:
     """How a convolution over W tokens sees the tokens before each segment of this rank.
 
-    The first W - 1 tokens of a segment are convolved once more, each in a window of 2 (W - 1) tokens: those before the
-    segment, then its own. Windows at the start of a document begin with zeros, and windows of short segments end with
-    zeros.
+    The first W - 1 tokens of a segment are convolved again, in a window of 2 (W - 1) tokens: W - 1 before the segment,
+    then its own. Windows at the start of a document begin with zeros, and windows of short segments end with zeros.
 
     Attributes:
         tokens: W - 1.
-        route: of rows.
-        taken: int64, rows of this rank that are in windows.
+        route: route of rows.
+        taken: int64, this rank's rows in windows.
         windows: int64 `[segments * 2 (W - 1)]` places in `[rows taken | rows received | one row of zeros]`.
         kept: int64 `[tokens]` places of convolved tokens among `[segments * (W - 1)]`.
-        rows: int64 `[tokens]` rows of this rank that they belong to.
+        rows: int64 `[tokens]` this rank's rows of these tokens.
     """
 
     tokens: int
@@ -59,7 +58,7 @@ class Halo:
 
 
 class Run(NamedTuple):
-    """Neighbouring rows of this rank that are in the same group."""
+    """Adjacent rows of this rank in the same group."""
 
     tokens: int
     group: GroupName
@@ -70,15 +69,15 @@ class Fragments:
     """The rows of one rank as layers with a state see them.
 
     Attributes:
-        rank: of the micro-batch.
+        rank: this rank of the micro-batch.
         cut_documents: cut documents of the micro-batch; the same on all ranks.
         runs: all rows, in their order.
-        groups: int64 `[parts]` tokens of the documents or fragments of each group, in row order; padding is a
+        groups: int64 `[parts]` tokens of each group's documents or fragments, in row order; padding counts as a
             document.
-        middle_numbers: of the followed fragments that follow others.
-        cut: fragments of all ranks. Every rank makes summaries of its followed fragments, and needs states before its
+        middle_numbers: numbers of the followed fragments that follow others.
+        cut: fragments of all ranks. Each rank makes summaries of its followed fragments. It needs states before its
             middle fragments, then before its last ones; each in row order.
-        halo: of convolutions.
+        halo: halo of convolutions.
     """
 
     rank: int
@@ -120,10 +119,10 @@ class Fragments:
 
 
 def _numbers(layout: Layout, *chosen: BoolArray) -> IntArray:
-    """Returns `[segments]` the numbers of chosen segments on their ranks, in row order; -1 of others.
+    """Returns `[segments]` numbers of the chosen segments on their ranks, in row order; -1 for others.
 
     Args:
-        chosen: disjoint choices; the second one is numbered after the first one.
+        chosen: disjoint choices; numbers of the second follow those of the first.
     """
     segments = np.concatenate([np.flatnonzero(one) for one in chosen])
     choice = np.repeat(np.arange(len(chosen)), [int(one.sum()) for one in chosen])
@@ -154,9 +153,9 @@ def _groups(
 
 
 def _halo(layout: Layout, rank: int, order: IntArray, halo_tokens: int) -> Halo:
-    """Returns the halo of a rank's segments; `order` is that of all segments in their documents."""
+    """Returns the halo of a rank's segments; `order` sorts all segments within their documents."""
     start, document = layout.segment_start, layout.segment_document
-    # Tokens before segments, of all ranks: -halo_tokens, ..., -1 of each segment that has so many.
+    # Tokens before the segments of all ranks: -halo_tokens, ..., -1 of each, as far as its document goes back.
     segment = np.repeat(np.arange(len(start)), np.minimum(start, halo_tokens))
     position = ranges(np.maximum(start - halo_tokens, 0), np.minimum(start, halo_tokens))
     keys = document[order] * POSITIONS + start[order]
@@ -166,7 +165,7 @@ def _halo(layout: Layout, rank: int, order: IntArray, halo_tokens: int) -> Halo:
     travels = source != destination
     route = route_of(source[travels], row[travels], destination[travels], rank, layout.num_ranks)
 
-    # Windows of this rank's segments, and of its padding: halo_tokens before, then as many from the segment.
+    # Windows of this rank's segments and padding: halo_tokens before, then as many from the segment.
     held, num_rows = layout.segments_of(rank), int(layout.rank_rows[rank])
     first, tokens = layout.segment_row[held], layout.segment_tokens[held]
     padding = num_rows - int(layout.rank_tokens[rank])

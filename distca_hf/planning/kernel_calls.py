@@ -22,8 +22,8 @@ from distca_hf.planning.transfers import ExchangeChunks, RemoteKV
 
 @dataclass(frozen=True, eq=False)
 class LocalParts(Ranges):
-    """Ranges of tokens whose queries their owner rank computes, sorted by (document, head, start). The rows of a part
-    are consecutive. Its queries may also attend to keys before the part.
+    """Ranges of tokens whose queries their owner rank computes, sorted by (document, head, start). A part's rows are
+    consecutive. Its queries may also attend to keys before it.
 
     Attributes:
         token_row: layout row of the first token, counted in tokens even if heads are divided.
@@ -33,7 +33,7 @@ class LocalParts(Ranges):
 
     @classmethod
     def of(cls, pieces: Pieces) -> "LocalParts":
-        """Joins pieces of one rank, sorted as `Pieces` are, whose tokens and rows follow each other."""
+        """Joins pieces of one rank, sorted like `Pieces`, if their tokens and rows follow each other."""
         token_row = pieces.row // pieces.head_groups
         opens = run_starts(pieces.lines, chained(pieces.start, pieces.tokens), chained(token_row, pieces.tokens))
         return cls(
@@ -46,7 +46,7 @@ class LocalParts(Ranges):
         )
 
     def cut(self, mask: Mask) -> "LocalParts":
-        """Cuts parts at queries that attend no key before them."""
+        """Cuts parts at queries that attend to no key before them."""
         part, start, stop = self.parts_under(mask)
         row = self.token_row[part] + start - self.start[part]
         return replace(self.select(part), start=start, stop=stop, token_row=row)
@@ -87,7 +87,7 @@ class RemoteTasks(Ranges):
 
 
 class CallKind(Enum):
-    """Kind of a call: where its queries and keys are read from, and its mask.
+    """Kind of a call: the source of its queries and keys, and its mask.
 
                     queries            keys            mask
     LOCAL           local tokens       local tokens    causal
@@ -116,7 +116,7 @@ class KernelCall:
             the adjacent groups of a token's remote-query rows. Remote-KV rows hold these groups next to each other,
             token after token.
         window_tokens: 0 without a window. For a causal call, its window. For a prefix call, how many of the last keys
-            its last query attends; each query before it attends one more.
+            its last query attends to; each query before attends to one more.
     """
 
     kind: CallKind
@@ -172,12 +172,12 @@ def local_calls(local: LocalParts, mask: Mask) -> tuple[KernelCall, ...]:
 
 
 def prefix_calls(local: LocalParts, mask: Mask, remote_kv: RemoteKV, chunk: int) -> tuple[KernelCall, ...]:
-    """Returns calls of local parts against those keys before them that a chunk brings.
+    """Returns calls of local parts against the keys before them that a chunk brings.
 
         queries    | row of part 0 | row of part 1 |    consecutive local tokens
         keys       | its prefix    | its prefix    |    consecutive remote-KV rows
 
-    A call ends where either are not consecutive, or where the heads change. With a window each part has its own call.
+    A call ends where queries or keys are not consecutive, or heads change. With a window each part has its own call.
     """
     # 1. Parts with keys in this chunk; parts of all heads come first, as in the remote KV.
     groups, first_key = local.head_groups, mask.first_key(local.start)
@@ -209,7 +209,7 @@ def prefix_calls(local: LocalParts, mask: Mask, remote_kv: RemoteKV, chunk: int)
 
 
 def remote_query_calls(remote: RemoteTasks, mask: Mask, remote_kv: RemoteKV, chunk: int) -> tuple[KernelCall, ...]:
-    """Returns calls of the remote tasks whose keys a chunk brings, against all keys that they attend.
+    """Returns calls of the remote tasks whose keys a chunk brings, against all keys to which they attend.
 
     Neighbours whose keys follow each other share a call. If several tasks read the same keys, each gets its own.
     """
@@ -248,7 +248,7 @@ Span = tuple[int, int]
 
 
 def adding_calls(spans: Sequence[Span]) -> frozenset[int] | None:
-    """Finds calls whose keys are a subset of a larger call's keys: they add to gradients that the larger one writes.
+    """Finds calls whose keys are a subset of a larger call's keys: they add to the gradients that this one writes.
 
     Args:
         spans: [start, stop) rows of each call, none of them empty.

@@ -1,4 +1,4 @@
-"""Kinds: a plan for layers that attend with several masks: routings by mask, facts and work of all layers together.
+"""Kinds: plans layers that attend with several masks: routings by mask, facts and work of all layers together.
 
 Ranks meet in every layer, so each kind of layers has another busiest rank:
 
@@ -27,7 +27,7 @@ from distca_hf.planning.routing import RankPlan, Routing, rank_plan
 
 
 class RoutedKinds(NamedTuple):
-    """The routings of one rank by mask, the full causal one among them; and facts of all layers together."""
+    """One rank's routings by mask, including the full causal one; and facts of all layers together."""
 
     plans: dict[Mask, RankPlan[Routing]]
     facts: PlanFacts
@@ -47,11 +47,11 @@ class RoutedKinds(NamedTuple):
         """Routes all kinds of layers of one rank.
 
         Args:
-            plan: of the full causal layers; layers with a window follow its layout.
+            plan: plan of the full causal layers; layers with a window follow its layout.
             num_chunks: chunks of the exchange in forward.
             layer_masks: masks of the model, each with the number of its layers.
             work_before: returns `[ranks with tokens]` attended pairs to compare with, in facts.
-            num_extra: the last ranks of the plan without tokens.
+            num_extra: number of ranks without tokens, the last ones of the plan.
         """
         layout, longest = plan.layout, plan.layout.longest_document_tokens
         work_of: Callable[[Mask], IntArray | None] = work_before or (lambda mask: None)
@@ -71,17 +71,17 @@ class RoutedKinds(NamedTuple):
 
 
 def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_extra: int = 0) -> float:
-    """Returns the imbalance of all layers, as `PlanFacts.imbalance` has it.
+    """Returns the imbalance of all layers, as in `PlanFacts.imbalance`.
 
     Args:
-        plan: of the full layers.
+        plan: plan of the full layers.
         layer_masks: masks of the model, each with the number of its layers.
-        num_extra: the last ranks of the plan without tokens; they compute nothing in windows.
+        num_extra: number of ranks without tokens, the last ones of the plan; they compute nothing in windows.
     """
     alone = (1.0,) * (plan.layout.num_ranks - num_extra) + (0.0,) * num_extra if num_extra else ()
     values, weights = [], []
     for mask, count in layer_masks:
-        if mask.within(plan.layout.longest_document_tokens) == CAUSAL_MASK:  # such layers follow the plan
+        if mask.within(plan.layout.longest_document_tokens) == CAUSAL_MASK:  # these layers follow the plan
             values.append(plan.imbalance)
             weights.append(count * float((plan.work / plan.tasks.head_groups).sum()))
         else:  # every rank computes the queries that it holds
@@ -130,16 +130,16 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class PlanTotals:
-    """Sums over planned micro-batches, the same on all ranks, to report the gain of balancing by.
+    """Sums over planned micro-batches, the same on all ranks, to report the gain of balancing.
 
     Attributes:
-        micro_batches: how many there were.
-        tokens, pairs: of all ranks; a pair of a query and a key counts once for all heads.
+        micro_batches: number of micro-batches.
+        tokens, pairs: sums over all ranks; a pair of a query and a key counts once for all heads.
         imbalance_before, imbalance: sums of these numbers of every micro-batch.
-        mixed_micro_batches: how many had layers with full attention and layers with a window.
+        mixed_micro_batches: number of those that had layers with full attention and layers with a window.
         imbalance_full, imbalance_window: sums of the imbalance of either over these micro-batches.
         token_imbalance_before, token_imbalance: sums of max over mean of the tokens of ranks, before and as planned.
-        step_imbalance_before, step_imbalance: the same of the work of a step; 0 if operations are not known.
+        step_imbalance_before, step_imbalance: the same for the work of a step; 0 if operations are not known.
     """
 
     micro_batches: int = 0
@@ -181,7 +181,8 @@ class PlanTotals:
 
     @property
     def balance(self) -> str:
-        """Text for the balance, means over these micro-batches: of a step where it is counted, else of attention."""
+        """Text about the mean balance over these micro-batches: of a step if its work is counted, else of
+        attention."""
 
         def means(name: str) -> str:
             before, after = (getattr(self, f"{name}{when}") / self.micro_batches for when in ("_before", ""))

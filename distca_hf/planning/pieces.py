@@ -1,22 +1,21 @@
 """Tasks, and pieces of them.
 
-A *task* is (document, query range, heads) computed by one rank. Its keys end with the range, and begin where
-the mask says: with the document, for the causal mask. Heads are divided into groups: KV heads with the query heads
-that share them. A task is of all heads or of one group. Tasks of one document are all of the one kind, or all of the
-other.
+A *task* is (document, query range, heads) computed by one rank. Its keys end with the range. The mask says where they
+begin: for the causal mask, with the document. Heads are divided into groups: KV heads with the query heads that share
+them. A task has all heads or one group. All tasks of a document are of the same kind.
 
-*Pieces* are segments and tasks cut at each other's borders, so that every piece has one owner, the rank that
-holds it, and one computing rank.
+*Pieces* are segments and tasks cut at each other's borders. So every piece has one owner, the rank that holds it, and
+one computing rank.
 
     segments    | rank 0: d1[0:6]         | rank 1: d1[6:10]  |
     tasks       | rank 0: d1[0:4] | rank 1: d1[4:10]          |
     pieces      | [0:4] 0 on 0    | [4:6] | [6:10] 1 on 1     |    [4:6]: held by 0, computed by 1: queries move
 
 If a plan divides heads, a *row* is one token of one head group, and ranks hold `head_groups` rows per token, token
-after token. Otherwise a row is a token. On its owner rank, a piece of all heads is consecutive rows, and a piece of a
-single group is every `head_groups`-th row. On its computing rank the rows are consecutive either way.
+after token. Otherwise a row is a token. On its owner rank, the rows of a piece of all heads are consecutive, and a
+piece of a single group is every `head_groups`-th row. On its computing rank the rows are consecutive either way.
 
-A *line* is a document with all its heads, or with one head group.
+A *line* is a document with all its heads or with one head group.
 """
 
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 
 
-# `head` of a task of all heads: below every group's number, so that it sorts before them.
+# `head` of a task of all heads: less than every group's number, to sort before them.
 ALL_HEADS = -1
 
 
@@ -38,14 +37,15 @@ ALL_HEADS = -1
 class Tasks:
     """Tasks as five int64 arrays of one length, sorted by (rank, needs a prefix, document, head, start).
 
-    A task whose queries attend no keys before its own tokens needs no prefix. These tasks come first on every rank.
+    A task needs no prefix if its queries attend to no keys before its own tokens. These tasks come first on every
+    rank.
 
     Attributes:
         document, start, stop: query range.
-        rank: the one that computes it.
+        rank: rank that computes it.
         head: head group, or `ALL_HEADS`.
-        head_groups: groups that the heads are divided into; 1 if every task is of all heads.
-        mask: keys that queries attend.
+        head_groups: groups into which heads are divided; 1 if every task has all heads.
+        mask: keys to which queries attend.
     """
 
     document: IntArray
@@ -67,7 +67,7 @@ class Tasks:
         head_groups: int = 1,
         mask: Mask = CAUSAL_MASK,
     ) -> "Tasks":
-        """Sorts tasks, so that equal sets of tasks are equal arrays. They are of all heads unless `head` is given."""
+        """Sorts tasks: equal sets of tasks become equal arrays. They have all heads unless `head` is given."""
         if head is None or head_groups == 1:  # the only group is all heads
             head = np.full(len(document), ALL_HEADS)
         head_groups = head_groups if np.any(head != ALL_HEADS) else 1
@@ -79,7 +79,7 @@ class Tasks:
 
     @property
     def first_key(self) -> IntArray:
-        """`[tasks]` first token of each task's document whose key its queries attend."""
+        """`[tasks]` first token in each task's document to whose key its queries attend."""
         return self.mask.first_key(self.start)
 
     @property
@@ -112,7 +112,7 @@ class Tasks:
                 f"tasks of head groups {self.head.min()} to {self.head.max()}; there are {self.head_groups}"
             )
 
-        # 2. Tasks of a document are of all heads, or all of single groups.
+        # 2. All tasks of a document have all heads, or all have single groups.
         split = np.zeros(layout.num_documents, dtype=bool)
         split[self.document[self.head != ALL_HEADS]] = True
         both = np.flatnonzero(split[self.document] & (self.head == ALL_HEADS))
@@ -148,7 +148,7 @@ class Ranges:
 
     Attributes:
         document, head, start, stop: tokens [start, stop) of a document, and the head group or `ALL_HEADS`.
-        head_groups: groups that the plan divides heads into; rows per token on every rank.
+        head_groups: groups into which the plan divides heads; rows per token on every rank.
     """
 
     document: IntArray
@@ -180,7 +180,8 @@ class Ranges:
         return type(self)(head_groups=self.head_groups, **columns)
 
     def parts_under(self, mask: Mask) -> tuple[IntArray, IntArray, IntArray]:
-        """Cuts ranges at queries that attend no key before them: index of the range, start and stop of each part."""
+        """Cuts ranges at queries that attend to no key before them: index of the range, start and stop of each
+        part."""
         cut, position = mask.cuts(self.start, self.stop)
         index, start = np.concatenate([np.arange(len(self)), cut]), np.concatenate([self.start, position])
         order = np.lexsort((start, index))
@@ -206,12 +207,12 @@ class Ranges:
 
 
 def position_keys(documents: IntArray, heads: IntArray, tokens: IntArray, head_groups: int) -> IntArray:
-    """Makes one int64 for each (document, head, position), which sorts as the three do."""
+    """Makes one int64 for each (document, head, position), in the same order."""
     return (line_keys(documents, heads, head_groups) << POSITION_BITS) + tokens
 
 
 def line_keys(documents: IntArray, heads: IntArray, head_groups: int) -> IntArray:
-    """Makes one int64 for each line (document, head), which sorts as the two do."""
+    """Makes one int64 for each line (document, head), in the same order."""
     return documents * (head_groups + 1) + heads - ALL_HEADS
 
 
@@ -228,7 +229,7 @@ class Pieces(Ranges):
 
     Attributes:
         owner: rank that holds the tokens.
-        row: layout row of the first one there.
+        row: layout row of its first token there.
         task: index of the task that computes these queries.
         computing_rank: rank of that task.
     """
@@ -285,12 +286,12 @@ class Pieces(Ranges):
 
     @property
     def moved(self) -> np.ndarray:
-        """`[pieces]` whether queries are computed on another rank than their owner."""
+        """`[pieces]` whether another rank than the owner computes the queries."""
         return self.owner != self.computing_rank
 
 
 class RowNumbers:
-    """Numbers for the rows of held pieces, in which rows of every piece are consecutive.
+    """Numbers for the rows of held pieces that are consecutive within each piece.
 
     layout rows of two groups    | t0g0 t0g1 t1g0 t1g1 t2g0 t2g1 |    rows of one group: every second one
     numbers                      | t0g0 t1g0 t2g0 | t0g1 t1g1 t2g1 |  rows of one piece follow each other
@@ -315,9 +316,9 @@ class RowNumbers:
 
     def layout_rows(self, numbers: IndexRanges) -> IndexRanges:
         """Returns the layout rows of some numbers."""
-        if self._held.head_groups == 1:  # the order of the pieces is that of the rows
+        if self._held.head_groups == 1:  # pieces are in the order of rows
             return numbers
-        # A range of numbers may run over several pieces. In each of them rows are one stride apart.
+        # A range of numbers may span several pieces. In each of them rows are one stride apart.
         parts = numbers.cut_at(self._firsts)
         at = np.searchsorted(self._firsts, parts.starts, side="right") - 1
         piece = self._by_row[at]

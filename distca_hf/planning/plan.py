@@ -1,7 +1,7 @@
 """Plan: all tasks of one layout. Immutable integers with a fingerprint; every rank derives the same one.
 
-In the plan in place every rank computes the queries that it holds, and ranks of a stripe divide its heads. A stripe of
-3 ranks and 4 head groups, its work laid end to end:
+In the plan in place, every rank computes the queries that it holds, and ranks of a stripe divide its heads. A stripe
+of 3 ranks and 4 head groups, with its work laid end to end:
 
 | group 0 | group 1 | group 2 | group 3 |
 | rank 0     | rank 1      | rank 2     |    whole groups where they fit, else a group divided by queries
@@ -26,17 +26,17 @@ from distca_hf.layout import Layout, Stripe, Topology, join_neighbours
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
 
 
-# Version of the routing, a part of every fingerprint: versions that route the same tasks differently must not agree.
+# Version of the routing, part of every fingerprint: versions that route the same tasks differently must not agree.
 PLAN_VERSION = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A layout and the tasks computed for it.
+    """A layout and its tasks.
 
     Attributes:
-        speeds: `[ranks]` relative speeds of the ranks that the work is divided by, 0 for a rank that computes nothing;
-            empty where all are equal.
+        speeds: `[ranks]` relative speeds by which work is divided, 0 for a rank that computes nothing; empty if all
+            are equal.
     """
 
     layout: Layout
@@ -48,7 +48,7 @@ class Plan:
 
         Raises:
             PackingError: the layout does not cover its documents.
-            PlanError: the tasks do not cover them, or the speeds are not the ranks'.
+            PlanError: the tasks do not cover them, or the speeds do not fit the ranks.
         """
         self.layout.validate()
         self.tasks.validate(self.layout)
@@ -64,7 +64,7 @@ class Plan:
     def work(self) -> IntArray:
         """`[ranks]` attended pairs x groups of heads computed by each rank."""
         work = np.zeros(self.layout.num_ranks, dtype=np.int64)
-        np.add.at(work, self.tasks.rank, self.tasks.work)  # sums may be beyond 2 ** 53
+        np.add.at(work, self.tasks.rank, self.tasks.work)  # sums may exceed 2 ** 53
         return work
 
     def tasks_of(self, rank: int) -> IntArray:
@@ -76,7 +76,7 @@ class Plan:
 
     @cached_property
     def time(self) -> NDArray[np.float64]:
-        """`[ranks]` work over speed; the work itself where all ranks are equally fast."""
+        """`[ranks]` work over speed; the work itself if all ranks are equally fast."""
         if not self.speeds:
             return self.work.astype(np.float64)
         speeds = np.array(self.speeds, dtype=np.float64)
@@ -93,19 +93,19 @@ class Plan:
         return Pieces.cut(self.layout, self.tasks)
 
     def of_window(self, mask: Mask) -> "Plan":
-        """Returns the plan of layers with a window, where every rank computes all heads of the queries that it holds.
+        """Returns the plan of layers with a window: every rank computes all heads of the queries that it holds.
 
-        Tasks keep the order in which they are sorted for this plan's mask.
+        Tasks keep their order under this plan's mask.
         """
         stays = not (self.moves_queries or self.layout.stripes) and self.tasks.head_groups == 1
         in_place = self if stays else plan_in_place(replace(self.layout, stripes=()))
         plan = Plan(in_place.layout, replace(in_place.tasks, mask=mask))
-        vars(plan)["pieces"] = in_place.pieces  # they are the same for every mask
+        vars(plan)["pieces"] = in_place.pieces  # the same for every mask
         return plan
 
     @cached_property
     def moves_queries(self) -> bool:
-        """Whether any query is computed on another rank than its owner."""
+        """Whether another rank than its owner computes any query."""
         return bool(self.pieces.moved.any())
 
     @cached_property
@@ -122,7 +122,7 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Digest of 63 bits. It is equal on two ranks only if layout, tasks, mask and speeds are."""
+        """63-bit digest. It is equal on two ranks only if layout, tasks, mask and speeds are."""
         digest = hashlib.blake2b(PLAN_VERSION.to_bytes(8, "little"), digest_size=8)
         layout, tasks = self.layout, self.tasks
         for array in (
@@ -156,19 +156,19 @@ class PlanFacts:
         num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
         cut_documents: documents that lie in several segments.
         work: attended pairs x head groups of each rank, as planned.
-        work_before: the same for documents packed in order; of the ranks that hold tokens.
+        work_before: the same for documents packed in order, for the ranks that hold tokens.
         key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
         query_rows_sent: rows of queries that each rank sends, and rows of outputs that it receives for them.
         key_rows_received: rows of keys and values that each rank receives.
-        remote_query_rows: rows of queries that each rank computes for others, with local rows of the same tasks.
-        rows_per_token: 1, or the groups that the plan divides heads into.
-        speeds: relative speed of each rank, where they differ (see `Plan`).
-        kinds: facts of layers with one mask, and how many there are, where a model has several masks. Numbers above
-            are means over all layers then.
-        window_tokens: window of these layers; None: full attention, or several kinds.
-        tokens_before, tokens: of each rank that holds any, as in `work_before` and as planned; empty if only one of
-            them is known.
-        head_tokens: that its head and loss compute.
+        remote_query_rows: rows of queries that each rank computes for others, including local rows of the same tasks.
+        rows_per_token: 1, or the number of groups into which the plan divides heads.
+        speeds: relative speed of each rank, if they differ (see `Plan`).
+        kinds: if a model has several masks, facts of the layers with each, and their number. Then the numbers above
+            are means over all layers.
+        window_tokens: window of these layers; None for full attention or several kinds.
+        tokens_before, tokens: tokens of each rank that holds any, as in `work_before` and as planned; empty if only
+            one is known.
+        head_tokens: tokens that its head and loss compute.
     """
 
     num_documents: int
@@ -194,7 +194,7 @@ class PlanFacts:
         """Counts facts of a plan.
 
         Args:
-            key_rows: `[source rank, destination rank]` rows of keys and values that it sends, per layer.
+            key_rows: `[source rank, destination rank]` rows of keys and values sent, per layer.
             work_before: `[ranks with tokens]` attended pairs to compare the plan with.
         """
         layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
@@ -232,7 +232,7 @@ class PlanFacts:
         groups, layers = max(facts.rows_per_token for facts, _ in kinds), sum(count for _, count in kinds)
 
         def mean(name: str) -> tuple[int, ...]:
-            # In plans that divide heads, rows and work count groups of heads.
+            # If a plan divides heads, rows and work count groups of heads.
             scaled = [
                 np.array(getattr(facts, name)) * (count * groups // facts.rows_per_token) for facts, count in kinds
             ]
@@ -243,8 +243,8 @@ class PlanFacts:
         return replace(first, **means, rows_per_token=groups, kinds=tuple(kinds), window_tokens=None)
 
     def with_tokens(self, home: Layout, layout: Layout) -> Self:
-        """Returns facts of given batches that know the tokens of ranks, in the batches and as layers compute them.
-        Heads compute the batches', until it is known that they need not."""
+        """Returns facts of given batches with the tokens of ranks, in the batches and as layers compute them. Heads
+        compute the tokens of batches, until it is known that they need not."""
         of_batches, of_layers = tuple(home.rank_tokens.tolist()), tuple(layout.rank_tokens.tolist())
         return replace(self, tokens_before=of_batches, tokens=of_layers, head_tokens=of_batches)
 
@@ -258,7 +258,7 @@ class PlanFacts:
     @property
     def imbalance(self) -> float:
         """Max over mean of `work`; with speeds, the longest time over the time of an even split. Ranks meet in every
-        layer: of several kinds of layers it is the mean, weighted by their work."""
+        layer, so for several kinds of layers it is the mean, weighted by their work."""
         return self._mean_of_kinds("imbalance", "work") if self.kinds else imbalance(self.work, self.speeds)
 
     @property
@@ -280,12 +280,12 @@ class PlanFacts:
 
 
 class ExtraRanks(ABC):
-    """Ranks without tokens that compute attention for those that train, and are numbered after them."""
+    """Ranks without tokens that compute attention for the training ranks, and are numbered after them."""
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """Number of them."""
+        """Number of extra ranks."""
 
     @abstractmethod
     def rank_speeds(self, num_trainers: int) -> tuple[float, ...]:
@@ -293,7 +293,7 @@ class ExtraRanks(ABC):
 
     @abstractmethod
     def topology(self, trainers: Topology) -> Topology:
-        """Returns the topology of the ranks that train, and of these."""
+        """Returns the topology of training ranks and extra ranks together."""
 
     @abstractmethod
     def plan(
@@ -304,12 +304,12 @@ class ExtraRanks(ABC):
         topology: Topology | None = None,
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
     ) -> Plan:
-        """Plans a layout of the ranks that train, so that these compute a part of its attention.
+        """Plans a layout of the training ranks, with extra ranks computing part of its attention.
 
         Args:
-            layout: the ranks that train, and the tokens that each of them holds.
+            layout: the training ranks, and the tokens that each of them holds.
             head_groups: groups that heads may be divided into; 1 keeps heads together.
-            topology: ranks of the layout that share a node; all of them, if it is not given.
+            topology: ranks of the layout that share a node; by default all of them.
             token_bytes: bytes of one token in one layer.
 
         Raises:
@@ -320,18 +320,18 @@ class ExtraRanks(ABC):
 def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK) -> Plan:
     """Plans a placed layout: ranks compute the queries that they hold, and ranks of a stripe divide its heads.
 
-    Ranks of a placed layout then have equal work. Keys and values of documents that span ranks travel, and queries of
-    stripes; no other rows do. Segments of one document that follow each other on one rank become one task.
+    Ranks of a placed layout then have equal work. Only keys and values of documents that span ranks travel, and
+    queries of stripes. Consecutive segments of one document on one rank become one task.
 
     Args:
         layout: ranks, and the tokens that each of them holds.
-        head_groups: groups that heads can be divided into. A stripe may have more ranks than groups.
-        mask: keys that queries attend.
+        head_groups: groups into which heads can be divided. A stripe may have more ranks than groups.
+        mask: keys to which queries attend.
     """
     held = join_neighbours(layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank)
     if not layout.stripes:
         return Plan(layout, Tasks.sort(*held, mask=mask))
-    # 1. Documents with a stripe have tasks of single groups only: outside of it each stays with its owner, inside of
+    # 1. Documents with a stripe have only tasks of single groups. Outside the stripe each stays with its owner. Inside
     #    it ranks divide the groups.
     rows = []
     by_task = np.stack(held, axis=1)  # document, start, stop, rank
@@ -349,7 +349,7 @@ def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK
 
 
 def _outside(start: int, stop: int, stripes: list[Stripe]) -> list[tuple[int, int]]:
-    """Cuts stripes out of [start, stop) and returns the ranges that are left."""
+    """Cuts stripes out of [start, stop), and returns the remaining ranges."""
     left = []
     for stripe in sorted(stripes, key=lambda stripe: stripe.start):
         if stripe.start < stop and stripe.stop > start:
@@ -361,8 +361,8 @@ def _outside(start: int, stop: int, stripes: list[Stripe]) -> list[tuple[int, in
 def divide_stripe(stripe: Stripe, head_groups: int, mask: Mask = CAUSAL_MASK) -> list[tuple[int, int, int, int, int]]:
     """Divides a stripe's work equally among its ranks: (document, start, stop, rank, group) of each task.
 
-    The work of all head groups is laid end to end, and every rank gets the next equal part. Groups stay whole where
-    they can; a group at a border is divided by queries.
+    Lays the work of all head groups end to end, and gives every rank the next equal part. Groups stay whole if
+    possible; a group at a border is divided by queries.
     """
     ranks = stripe.stop_rank - stripe.first_rank
     of_group = mask.pairs(stripe.start, stripe.stop)

@@ -1,4 +1,4 @@
-"""Routing: derives from a plan which rows one rank sends, receives and computes. Index maps are index ranges, which
+"""Routing: derives from a plan the rows that one rank sends, receives and computes. Index maps are index ranges, which
 `runtime` expands on the device.
 
 A rank computes three kinds of attention (`kernel_calls.CallKind`):
@@ -9,8 +9,8 @@ A rank computes three kinds of attention (`kernel_calls.CallKind`):
                     both parts are merged by their log-sum-exps.
     remote queries  tasks with queries of other ranks, against all keys that they attend
 
-The plan's `Mask` says which keys before a part its queries attend, and how. Under the causal mask they are the whole
-prefix. Under a window of W tokens they are the *halo*, up to W - 1 keys (docs/design.md shows an example).
+The plan's `Mask` says to which keys before a part its queries attend, and how. Under the causal mask they are the
+whole prefix. Under a window of W tokens they are the *halo*, up to W - 1 keys (docs/design.md shows an example).
 
     local rows         | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] | padding    in the order of the layout
     remote-KV rows     | d1[0:5] d2[0:6] | d9[0:7] |                    keys of both other kinds, received or copied
@@ -50,7 +50,7 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import ExchangeChunks, KeyRanges, KeyTransfers, RemoteKV, key_transfers
 
 
-# Most work that a rank defers until results are sent back, as a share of the ranks' mean work. More would delay the
+# Most work that a rank defers until it sends results back, as a share of the ranks' mean work. More would delay the
 # results.
 LATE_SHARE = 0.25
 
@@ -91,20 +91,20 @@ class Routing:
         num_rows: rows the rank holds, padding included.
         held: `[segments, 3]` document, first token and first row of each segment, by row; rows here are tokens.
         num_tokens: tokens the rank holds; all later rows are padding.
-        rows_per_token: groups that the plan divides heads into.
+        rows_per_token: groups into which the plan divides heads.
         send_rows: `[sent]` layout rows of keys to send, grouped by chunk and destination.
         received_to_remote_kv: `[received]` remote-KV row of each received row.
-        kept_to_remote_kv: `[kept]` the same for rows that were received in forward, perhaps in other chunks, and kept.
-        local_rows, local_to_remote_kv: `[local]` layout rows that are copied into the remote KV, and their rows in it.
+        kept_to_remote_kv: `[kept]` the same for rows received in forward, perhaps in other chunks, and kept.
+        local_rows, local_to_remote_kv: `[local]` layout rows copied into the remote KV, and their rows there.
         shared_rows: layout rows whose key gradients have parts from other ranks or from the remote KV.
         send_in_shared, local_in_shared: indices of `send_rows` and `local_rows` in `shared_rows`.
         remote_kv_rows: rows of the remote KV.
         local: kernel calls (see above).
         prefix_of_chunk, remote_queries_of_chunk: kernel calls that need the keys of a chunk.
-        late_share: fraction of the local calls to compute while results are sent back. All ranks then send results at
+        late_share: fraction of the local calls to compute while results are sent back. So all ranks send results at
             about the same time.
-        exchanges: whether any rank sends keys; the same on all ranks, and if false none of them exchanges.
-        queries: queries that move; None if no rank moves any, the same on all ranks.
+        exchanges: whether any rank sends keys; the same on all ranks. If false, none of them exchanges.
+        queries: queries that move; None on all ranks if no rank moves any.
     """
 
     send_counts: IntArray
@@ -141,7 +141,7 @@ class Routing:
 
     @cached_property
     def adding(self) -> frozenset[KernelCall] | None:
-        """Calls on the remote KV whose key gradients are added to those that larger calls write; None if all add."""
+        """Calls on the remote KV that add their key gradients to the ones that larger calls write; None if all add."""
         calls = (*self.prefix, *self.remote_queries)
         indices = adding_calls([(call.key_start, call.key_stop) for call in calls])
         return None if indices is None else frozenset(calls[index] for index in indices)
@@ -174,9 +174,9 @@ def route(
 
     Args:
         plan: the same on all ranks.
-        transfers: key transfers in these chunks, at least those that concern this rank; by default they are computed.
+        transfers: key transfers in these chunks, at least all that concern this rank; computed by default.
         chunks: chunks of the exchange; by default one.
-        kept: transfers that brought the kept keys; by default `transfers`.
+        kept: transfers that brought kept keys; by default `transfers`.
         exchanges: whether any rank sends keys; by default whether there are `transfers`.
 
     Raises:
@@ -192,12 +192,12 @@ def route(
     chunks = ExchangeChunks.cut(plan, 1) if chunks is None else chunks
     transfers = key_transfers(plan, chunks) if transfers is None else transfers
 
-    # 1. Computed here: pieces that this rank holds outside of tasks with remote queries, and these tasks.
+    # 1. Computed here: pieces that this rank holds outside tasks with remote queries, and these tasks.
     held = plan.pieces.select(np.flatnonzero(plan.pieces.owner == rank))
     local = LocalParts.of(held.select((held.computing_rank == rank) & ~plan.has_remote_queries[held.task])).cut(mask)
     remote = RemoteTasks.of(plan, rank, chunks)
 
-    # 2. The remote KV: keys that prefix calls and remote queries attend. Each key is held once.
+    # 2. The remote KV: keys to which prefix calls and remote queries attend. It holds each key once.
     document, head = (np.concatenate([getattr(x, name) for x in (local, remote)]) for name in ("document", "head"))
     first_key = mask.first_key(np.concatenate([local.start, remote.start]))
     stop = np.concatenate([local.start, remote.stop])
@@ -247,20 +247,20 @@ def _in_remote_kv(received: KeyTransfers, remote_kv: RemoteKV) -> IndexRanges:
 
 
 def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
-    """Returns the transfers to a rank, in the order in which they arrive."""
+    """Returns the transfers to a rank in the order of arrival."""
     received = transfers.select(transfers.destination == rank)
     return received.select(np.argsort(received.chunk, kind="stable"))  # by source in each chunk
 
 
 def _late_share(plan: Plan, rank: int) -> float:
-    """Returns the fraction of a rank's local work to defer, so that all ranks send results at the same time.
+    """Returns the fraction of a rank's local work to defer, for all ranks to send results at the same time.
 
     Without speeds, all ranks defer equal work: `LATE_SHARE` of the mean work, capped by the rank with the least local
     work. With speeds, all ranks compute for equal times before results leave. Results leave once every rank has done
-    its remote work, and has at most `LATE_SHARE` of the mean time left. So ranks without local work defer nothing,
-    and others defer what they compute longer.
+    its remote work and has at most `LATE_SHARE` of the mean time left. So ranks without local work defer nothing, and
+    others defer what they would compute after that.
     """
-    # A task's square, its queries against keys of the same tokens, is local work unless other ranks hold its queries.
+    # A task's square (its queries against keys of the same tokens) is local work unless other ranks hold its queries.
     tasks = plan.tasks
     squares = tasks.mask.pairs_inside(tasks.start, tasks.stop)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
@@ -276,12 +276,12 @@ def _late_share(plan: Plan, rank: int) -> float:
 
 
 def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChunks) -> QueryMoves:
-    """Returns the queries that one rank sends, and the ones that it computes in `remote` tasks."""
+    """Returns the queries that one rank sends, and the queries that it computes in `remote` tasks."""
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
     first_query_row = np.zeros(len(tasks), dtype=np.int64)
     first_query_row[remote.task] = remote.first_row
 
-    # 1. Rows and chunks of some pieces of tasks with remote queries.
+    # 1. Rows and chunks of pieces of tasks with remote queries.
     def query_rows_of(chosen: Pieces) -> IndexRanges:
         into_task = (chosen.start - tasks.start[chosen.task]) * rows_per_token(chosen.head, chosen.head_groups)
         return IndexRanges.of(first_query_row[chosen.task] + into_task, chosen.rows)
@@ -290,7 +290,7 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
         """Sorts by chunk and rank, then in the order of remote-query rows; counts rows of each chunk and rank."""
         chunk = chunks.of_remote_queries(chosen.computing_rank, chosen.lines)
         counts = counts_by_chunk(chunk, ranks, chosen.rows, chunks.count, num_ranks)
-        # lexsort keeps the order of equals: inside of a chunk and rank pieces stay sorted by document and start.
+        # lexsort keeps the order of equals: within a chunk and rank, pieces stay sorted by document and start.
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
 
     # 2. Pieces that leave this rank, come from others, and stay.
@@ -326,9 +326,9 @@ class RankPlan(Generic[Routed]):
     """Routings of one rank for one mask, and facts that all ranks share. `runtime` copies routings to the device.
 
     Attributes:
-        mask: which keys queries attend.
+        mask: keys to which queries attend.
         forward: routing in which rows may arrive in several chunks.
-        backward: routing in one chunk, because kept rows are there at once; `forward` itself if that has one chunk.
+        backward: routing in one chunk, because kept rows are available at once; `forward` itself if it has one chunk.
         facts: numbers about the micro-batch.
         tasks: tasks of this rank, as `Plan.tasks_of` returns them.
     """
@@ -340,7 +340,7 @@ class RankPlan(Generic[Routed]):
     tasks: IntArray
 
     def with_routings(self, make: Callable[[Routed], Other]) -> "RankPlan[Other]":
-        """Returns the same plan with what `make` returns of each routing."""
+        """Returns the same plan with each routing replaced by the result of `make`."""
         forward = make(self.forward)
         backward = forward if self.backward is self.forward else make(self.backward)
         return RankPlan(self.mask, forward, backward, self.facts, self.tasks)
@@ -352,7 +352,7 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
     Args:
         num_chunks: chunks of the exchange in forward.
         work_before: `[ranks with tokens]` attended pairs that the facts compare the plan with; by default the work of
-            the queries that each rank holds, on ranks without tokens, too.
+            the queries that each rank holds, including ranks without tokens.
     """
     transfers = key_transfers(plan)
     before = plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before

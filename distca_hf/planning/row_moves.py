@@ -1,10 +1,10 @@
-"""Row moves: which rows of its batch a rank sends before a model's layers, and at which places it puts those it gets.
+"""Row moves: the rows of its batch that a rank sends before a model's layers, and the places of the rows it receives.
 
     home rows      | d0 d0 d0 d0 d0 d0 | d1 |      rank 0       | d2 | d3 |      rank 1       as batches hold them
     placed rows    | d0[0:4] | d2 |                rank 0       | d1 | d3 | d0[4:6] |         as layers compute them
 
-Both layouts hold the same documents. After the layers the same rows go the other way. In a padded batch home rows have
-padding between them: what is sent, and where results go, is told by places that count the padding.
+Both layouts hold the same documents. After the layers the same rows go the other way. In a padded batch, home rows
+have padding between them. Then places that count the padding say what is sent, and where results go.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ class RowMoves:
     """The moves of one rank. All arrays are int64.
 
     Attributes:
-        sent: `[rows]` places of the home rows that it sends, those that it keeps among them, by destination.
-        sent_counts: `[ranks]` how many of them go to each rank.
-        received: `[rows]` placed rows of those that it gets, in the order in which they arrive, by source.
-        received_counts: `[ranks]` how many of them come from each rank.
+        sent: `[rows]` places of the home rows that it sends, including rows that it keeps, by destination.
+        sent_counts: `[ranks]` number of rows for each rank.
+        received: `[rows]` placed rows of the rows that it receives, in the order of arrival, by source.
+        received_counts: `[ranks]` number of rows from each rank.
         positions: `[places]` position of each row in its document, 0 in padding; one place for a rank without rows.
         num_placed: rows that its layers compute, padding included.
-        crosses: whether any rank gets a row of another one.
+        crosses: whether any rank receives a row from another one.
         is_padded: whether its batch has padding.
     """
 
@@ -47,13 +47,13 @@ class RowMoves:
         Args:
             home: whole documents, in the order of the batches.
             placed: the same documents where layers compute them.
-            places: `[home rows]` where they are among the places of a padded batch; None if they fill the batch.
+            places: `[home rows]` their places in a padded batch; None if they fill the batch.
             num_places: places of a padded batch.
         """
         tokens, target = placed.segment_tokens, placed.segment_rank
         source = home.segment_rank[placed.segment_document]
         home_row = home.segment_row[placed.segment_document] + placed.segment_start
-        # Both sides order the segments between two ranks as the placed layout has them.
+        # Both sides order the segments between two ranks as in the placed layout.
         leaves = np.flatnonzero(source == rank)
         comes = np.flatnonzero(target == rank)
         comes = comes[np.argsort(source[comes], kind="stable")]

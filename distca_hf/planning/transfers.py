@@ -1,25 +1,25 @@
-"""Transfers: finds the keys and values that each rank lacks for its tasks, which rank sends them, which chunk brings
-them, and their rows in the remote KV.
+"""Transfers: finds the keys and values that each rank lacks for its tasks, the ranks that send them, the chunks that
+bring them, and their rows in the remote KV.
 
 needs of a rank      | d1, all heads: tokens [0:9) |
 pieces of d1         | rank 0 [0:4) | rank 2 [4:7) | the rank itself [7:9) |
 borders of chunks    | chunk 0 [0:5)       | chunk 1 [5:...)                 |
 transfers            | 0: [0:4)     | 2: [4:5) | 2: [5:7) |
 
-Remote prefixes are sent in several chunks: one is attended while the next is in flight.
+Remote prefixes are sent in several chunks: ranks attend to one while the next is in flight.
 
     chunk                         0          1          2          3
     prefixes of a busy rank    | d1 ....  | ... d1 d2 | .. d2 ..  | .. d2 d5 |    parts of about equal work
     of a rank with little      |          |           |           | d3 d4 d6 |    fewer kernel calls, the last chunks
     read by remote queries     | d7 whole |           | d8 whole  |          |    never cut
 
-Prefixes that only local queries read are cut so that every chunk brings a rank about equal work. With four chunks, a
-rank uses one for each quarter of the ranks' mean work. A rank with little remote work uses only the last chunks, so
-that busier ranks get theirs first. A prefix that remote queries read arrives whole, in one chunk. A rank's remote
-queries are divided among the chunks.
+Prefixes that only local queries read are cut to bring a rank about equal work in every chunk. With four chunks, a rank
+uses one for each quarter of the ranks' mean work. A rank with little remote work uses only the last chunks: busier
+ranks get theirs first. A prefix that remote queries read arrives whole, in one chunk. A rank's remote queries are
+divided among the chunks.
 
-The remote KV of a rank holds the keys that its prefix calls and remote queries read, each of them once. Under the
-causal mask they are prefixes of lines:
+The remote KV of a rank holds the keys that its prefix calls and remote queries read, each once. Under the causal mask
+they are prefixes of lines:
 
     chunk 0                                   | chunk 1
     | d1[0:5] all heads | d4[0:3] group 2 |   | d1[5:9] all heads | d2[0:6] all heads | d4[3:7] group 2 |
@@ -43,13 +43,13 @@ from distca_hf.planning.pieces import (
 from distca_hf.planning.plan import Plan
 
 
-# Border after the last token of any prefix: the largest int64, so that `minimum` with a prefix gives its length.
+# Border after the last token of any prefix: the largest int64, whose `minimum` with a prefix gives its length.
 NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangeChunks:
-    """Where the prefixes that ranks read are cut.
+    """Borders at which the prefixes that ranks read are cut.
 
     Attributes:
         count: chunks.
@@ -98,7 +98,7 @@ class ExchangeChunks:
         return cls(count, num_lines, keys, _borders(shortest, longest, first_chunk, stop_chunk, count))
 
     def borders_of(self, readers: IntArray | int, lines: IntArray) -> IntArray:
-        """Returns `[prefixes, count + 1]` borders. A prefix without a key is not cut: the first chunk brings it."""
+        """Returns `[prefixes, count + 1]` borders. A prefix without an entry is not cut: the first chunk brings it."""
         borders = np.full((len(lines), self.count + 1), NEVER)
         borders[:, 0] = 0
         if len(self.keys):
@@ -119,7 +119,7 @@ def _borders(begin: IntArray, end: IntArray, first: IntArray, stop: IntArray, co
     part = np.arange(count + 1) - first[:, None]
     into = (end - begin)[:, None] * np.maximum(part, 0) // (stop - first)[:, None]
     borders = np.where(part > 0, begin[:, None] + into, 0)
-    borders[part >= (stop - first)[:, None]] = NEVER  # no row is read beyond the prefix
+    borders[part >= (stop - first)[:, None]] = NEVER  # no row beyond the prefix is read
     return borders
 
 
@@ -128,7 +128,7 @@ def _chunks_of_local_queries(
 ) -> tuple[IntArray, IntArray]:
     """Returns the chunks [first, stop) of each prefix.
 
-    The prefixes of a reader, laid end to end, are cut into parts of equal work, one for each `mean_work / count`. Cuts
+    Lays a reader's prefixes end to end, and cuts them into parts of equal work, one for each `mean_work / count`. Cuts
     move to the nearest border of prefixes, or of equal parts of one.
     """
     #     work of a reader's prefixes    | d1 ......... | d2 | d3 |     begin of d2 is 9 of 12
@@ -167,7 +167,7 @@ class KeyTransfers(Ranges):
     chunk: IntArray
 
     def in_chunks(self, chunks: ExchangeChunks) -> "KeyTransfers":
-        """Cuts transfers, all in one chunk so far, at the borders of these chunks."""
+        """Cuts transfers, which so far are all in one chunk, at the borders of these chunks."""
         if chunks.count == 1:
             return self
         borders = chunks.borders_of(self.destination, self.lines)
@@ -200,7 +200,7 @@ class KeyRanges(Ranges):
     def join(
         cls, reader: IntArray, document: IntArray, head: IntArray, start: IntArray, stop: IntArray, head_groups: int
     ) -> "KeyRanges":
-        """Joins ranges of a reader that overlap or touch; empty ones are left out."""
+        """Joins ranges of a reader that overlap or touch; leaves out empty ones."""
         order = np.lexsort((start, head, document, reader))
         order = order[start[order] < stop[order]]
         all_ranges = cls(document[order], head[order], start[order], stop[order], head_groups, reader[order])
@@ -267,14 +267,14 @@ def queries_between(plan: Plan) -> IntArray:
 
 
 def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:
-    """Sums `[ranks]` bytes that each receives in one layer, forward: the columns of `bytes_between`.
+    """Sums `[ranks]` bytes that each rank receives in one layer, forward: the columns of `bytes_between`.
 
-    Senders are not told apart, so that it takes time and memory by tasks and ranks, and not by pairs of ranks.
+    Does not tell senders apart, so time and memory grow with tasks and ranks, not with pairs of ranks.
     """
     num_ranks, groups, pieces = plan.layout.num_ranks, plan.tasks.head_groups, plan.pieces
     moved = pieces.select(pieces.moved)
     queries, outputs = (sum_by(rank, moved.rows, num_ranks) for rank in (moved.computing_rank, moved.owner))
-    # Keys: all that are read but the reader's own. Readers with documents are numbered, to find those among pieces.
+    # Keys: all that are read, except the reader's own. Numbers pairs (reader, document) to find these in pieces.
     reads, documents = KeyRanges.of(plan), plan.layout.num_documents
     wanted, held = reads.reader * documents + reads.document, pieces.owner * documents + pieces.document
     number, is_read = np.unique(wanted), np.isin(held, wanted)
@@ -293,7 +293,7 @@ class RemoteKV:
 
     Attributes:
         reads: the ranges of keys.
-        starts, stops: `[ranges, chunks]` tokens [start, stop) of each that a chunk brings.
+        starts, stops: `[ranges, chunks]` tokens [start, stop) of each range that a chunk brings.
         offset: `[ranges, chunks]` remote-KV row of the first of these tokens.
         num_rows: rows of all chunks.
     """
@@ -320,14 +320,14 @@ class RemoteKV:
         return cls(reads, starts, stops, offset, int(rows.sum()))
 
     def index_of(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
-        """Returns the index of the ranges that hold some tokens."""
+        """Returns the indices of the ranges that hold these tokens."""
         reads, groups = self.reads, self.reads.head_groups
         begins = position_keys(reads.document, reads.head, reads.start, groups)
         index: IntArray = np.searchsorted(begins, position_keys(documents, heads, tokens, groups), side="right") - 1
         return index
 
     def row(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
-        """Returns the first remote-KV row of tokens that are in the remote KV."""
+        """Returns the first remote-KV row of tokens in the remote KV."""
         index = self.index_of(documents, heads, tokens)
         chunk = (tokens[:, None] >= self.stops[index, :-1]).sum(axis=1)
         into_chunk = (tokens - self.starts[index, chunk]) * rows_per_token(heads, self.reads.head_groups)

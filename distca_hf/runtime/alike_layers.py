@@ -1,11 +1,11 @@
-"""Alike layers: shares among the alike layers of a micro-batch what the host finds out for the first of them.
+"""Alike layers: lets alike layers of a micro-batch share what the host finds out for the first of them.
 
 A model has few kinds of layers, and every layer makes a call in each pass. Looking things up, comparing shapes and
-choosing how rows are copied would take the host longer than the copies take the device.
+choosing how to copy rows would take the host longer than the copies take the device.
 
-The local calls of a layer are divided into two parts by heads. The early part is computed before rows of other ranks
-are needed, the late part while results are sent back. Nothing is computed twice or summed for that, and one long
-document can be divided as well as many short ones.
+The local calls of a layer are divided into two parts by heads. The early part runs before rows of other ranks are
+needed, the late part while results are sent back. This needs no repeated work and no sums, and divides one long
+document as well as many short ones.
 
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
 """
@@ -41,7 +41,7 @@ class LayerCalls:
 
     @classmethod
     def of(cls, routing: DeviceRouting, kv_heads: int, *, rows_come: bool, results_leave: bool) -> "LayerCalls":
-        """Returns the calls of a layer with so many KV heads.
+        """Returns the calls of a layer with `kv_heads` KV heads.
 
         Args:
             rows_come: whether rows of other ranks are in flight while early calls run.
@@ -55,14 +55,14 @@ class LayerCalls:
 
 
 def with_kv_heads(calls: Iterable[DeviceCall], heads_per_group: int) -> tuple[DeviceCall, ...]:
-    """Returns local and prefix calls whose `heads` count KV heads instead of groups."""
+    """Returns local and prefix calls with `heads` in KV heads instead of groups."""
     return tuple(
         replace(call, heads=(call.heads[0] * heads_per_group, call.heads[1] * heads_per_group)) for call in calls
     )
 
 
 def divide_calls(calls: Iterable[DeviceCall], share: float) -> tuple[tuple[DeviceCall, ...], tuple[DeviceCall, ...]]:
-    """Returns local calls in two parts, the second with about a share of their work."""
+    """Divides local calls into two parts, the second with about `share` of their work."""
     #     call 0   | head 0 | head 1 | head 2 | head 3 |     early
     #     call 1   | head 0 | head 1 | head 2 : head 3 |     the last heads of the last calls are late
     early: list[DeviceCall] = []
@@ -89,16 +89,16 @@ class AlikeLayers:
     """Layers whose tensors have the same dtypes, shapes, strides and devices, and that attend alike.
 
     Attributes:
-        spec: how they attend; without a window that no document of the micro-batch is longer than.
-        kernel: attends.
+        spec: how they attend; without a window if no document of the micro-batch is longer than it.
+        kernel: kernel that attends.
         kind: the layers with their mask.
         kv_heads: heads of keys and values.
         calls: kernel calls of forward.
-        whole_call: the only local call of forward, if it reads and writes all rows and heads, and no results come from
-            other ranks; else None.
+        whole_call: the only local call of forward if it reads and writes all rows and heads, and no results come from
+            other ranks; otherwise None.
         forward_kv, backward_kv: how rows of keys and values travel.
         forward_calls: kernel calls of forward, prepared by the first layer.
-        nothing: what a layer keeps of other ranks if it keeps nothing.
+        nothing: empty tensors, for a layer that keeps nothing from other ranks.
     """
 
     spec: AttentionSpec
@@ -118,7 +118,7 @@ class AlikeLayers:
     def of(
         cls, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, kernel: Kernel, kind: LayerKind
     ) -> "AlikeLayers":
-        """Returns the layers that are like one with these tensors."""
+        """Returns the layers alike to one with these tensors."""
         forward, backward = kind.plan.forward, kind.plan.backward
         rows, kv_heads, _ = k_TGH.shape
         calls = LayerCalls.of(forward, kv_heads, rows_come=True, results_leave=forward.queries is not None)
@@ -142,8 +142,8 @@ class AlikeLayers:
         return calls
 
     def prepared_backward(self, rows: QueryRows, spec: AttentionSpec) -> PreparedCalls[PreparedBackward]:
-        """Returns the kernel calls of backward on rows that lie like these, prepared by the first layer. Outputs may
-        have other strides than forward gave them: hooks of saved tensors and compiled graphs do not keep strides."""
+        """Returns the kernel calls of backward on rows laid out like these, prepared by the first layer. Outputs may
+        have other strides than in forward: hooks of saved tensors and compiled graphs do not keep strides."""
         key = spec, *[x.stride() for x in rows]
         prepared = self._prepared_backward.get(key)
         if prepared is None:
@@ -177,7 +177,7 @@ class LayerLookup:
     def alike(
         self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, where: str
     ) -> AlikeLayers:
-        """Returns the layers that are like one with these tensors, once these are known to fit the plan.
+        """Checks that these tensors fit the plan, and returns the layers alike to one with them.
 
         Raises:
             PlanError, UnsupportedAttentionError: as `kernel`; or the batch was planned without their mask.
@@ -200,7 +200,7 @@ class LayerLookup:
         spec: AttentionSpec,
         where: str = "no layer yet",
     ) -> Kernel:
-        """Returns the kernel for these tensors, once they are known to fit the plan.
+        """Checks that these tensors fit the plan, and returns the kernel for them.
 
         Raises:
             PlanError: they do not fit.

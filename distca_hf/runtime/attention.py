@@ -9,8 +9,8 @@ If queries move, too, they are sent right after the keys. Remote-query calls fol
 results are sent back during late local calls: two exchanges more in either direction. With several chunks, prefix and
 remote-query calls of one are computed while the next one is in flight; each chunk is an exchange.
 
-Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan
-in which no rank sends anything makes none, on all ranks alike. `planning.routing` defines the kinds of calls.
+Every rank makes the same exchanges in the same order, even without tokens or labels, or with nothing to send. If no
+rank of a plan sends anything, no rank makes any. `planning.routing` defines the kinds of calls.
 
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
 """
@@ -69,9 +69,9 @@ def attend(
         kept: rows of other ranks that are kept for backward.
 
     Raises:
-        PlanError: the tensors have other row counts than the plan, or heads that do not divide as it says; or the
-            device lacks room.
-        UnsupportedAttentionError: no kernel can attend like this.
+        PlanError: the tensors have other row counts than the plan, or heads that it cannot divide; or the device lacks
+            memory.
+        UnsupportedAttentionError: no kernel supports this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     where, layers = _begin(q_TNH, k_TGH, v_TGV, spec, plan, sinks_N is not None)
@@ -85,7 +85,7 @@ def attend(
     if lookup.posted is not None:
         call = AnnouncedCall(q_TNH, k_TGH, v_TGV, spec, kind.plan.facts)
         slot = lookup.posted.forward(call, keeps and is_differentiated)
-    # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
+    # 1. Send keys, and queries that move, in all chunks: they are in flight while local calls run.
     k, v = (k_TGH, v_TGV) if groups == 1 else rows_to_read(groups, k_TGH, v_TGV)
     received_keys = None if received is None else received.keys
     if received is None and not routing.exchanges and not routing.remote_kv_rows:  # no call reads any
@@ -101,7 +101,7 @@ def attend(
             remote_queries.start(chunk, transport, where)
     trace.spent(SEND)
 
-    # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
+    # 2. Early local calls, then prefixes and remote queries of each chunk on arrival.
     calls, whole = layers.calls, layers.whole_call
     if whole is not None:
         out, lse = attend_whole(layers.kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), layers.forward_calls.spec)
@@ -128,7 +128,7 @@ def attend(
         none = kept.remote_q, kept.remote_out, kept.remote_lse
         of_queries = none if remote_queries is None else remote_queries.kept
         kept = Kept(keys.received, *of_queries, kept.keys.new_empty((slot, 0)) if slot else kept.slot)
-    del keys, remote_kv  # memory of rows that nothing reads any more
+    del keys, remote_kv  # frees rows that nothing reads any more
     local.attend(calls.late, k_TGH, v_TGV)  # 3. while results go back to their owner ranks
     trace.spent(LOCAL)
     local.merge_prefixes()
@@ -149,7 +149,7 @@ def attend(
 def _begin(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, plan: LivePlan, has_sinks: bool
 ) -> tuple[str, AlikeLayers]:
-    """Agrees on a forward call and checks it; returns its place, and the layers that are like its own."""
+    """Agrees on a forward call and checks it; returns its place, and the layers alike to its own."""
     if plan.agreement is not None:
         plan.agree()
     dtypes, heads = (q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:])
@@ -184,10 +184,10 @@ def attend_backward(
     plan: LivePlan,
     has_sinks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of q, k and v from the output's; rows that were not kept are fetched again.
+    """Returns gradients of q, k and v from the output's gradient; fetches rows that were not kept again.
 
     Args:
-        has_sinks: whether output and log-sum-exp are from rows with sinks.
+        has_sinks: whether output and log-sum-exp include sinks.
 
     Raises:
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
@@ -206,7 +206,7 @@ def attend_backward(
         call = AnnouncedCall(q_TNH, k_TGH, v_TGV, spec, kind.plan.facts)
         keeps = lookup.posted.backward(call, kept.slot, has_sinks, keeps)
     groups = routing.rows_per_token
-    # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
+    # 1. Send rows of forward that were not kept again, together with output gradients of queries that moved.
     k, v = (k_TGH, v_TGV) if groups == 1 else rows_to_read(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, prepared, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
@@ -214,7 +214,7 @@ def attend_backward(
         to_read = QueryRows(*rows_to_read(groups, dout_TNV, q_TNH, out_TNV, lse_TN))
         kept_rows = kept if keeps else None
         remote_queries = BackwardRemoteQueries(layers, to_read, kept_rows, routing.queries, spec, has_sinks)
-    [chunk] = routing.chunks  # kept rows are there at once
+    [chunk] = routing.chunks  # kept rows are available at once
     keys.start(chunk, transport, where)
     if remote_queries is not None:
         remote_queries.start(chunk, transport, where)
@@ -223,7 +223,7 @@ def attend_backward(
     # 2. Early local calls write gradients; prefixes and remote queries write the remote KV's. These are sent as
     #    soon as they are complete.
     dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_TGH, v_TGV)
-    if routing.queries is not None:  # keys whose queries moved get all their gradients from other ranks
+    if routing.queries is not None:  # if queries moved, their keys get all gradients from other ranks
         dk.zero_()
         dv.zero_()
     _clear_padding(routing, dq, dk, dv)
@@ -243,7 +243,7 @@ def attend_backward(
         remote_queries.receive(chunk)
         trace.spent(WAIT)
         remote_queries.derive(chunk, remote_kv, gradients)
-    del keys, remote_kv  # memory of rows that nothing reads any more
+    del keys, remote_kv  # frees rows that nothing reads any more
     gradients.complete()
     trace.spent(REMOTE)
     combine = KVGradCombine(gradients, k, prepared)
@@ -278,13 +278,13 @@ def check_room(
     plan: LivePlan, routing: DeviceRouting, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     """Compares the memory that backward of this layer needs besides its inputs with the free memory, before anything
-    is sent: out of memory in the midst of a step, all other ranks would wait for the deadline.
+    is sent: if this rank ran out of memory within a step, all others would wait until the deadline.
 
-    A document's keys gather where its last queries are computed, so a plan may need more memory on some rank than its
-    tokens suggest.
+    A document's keys gather on the rank that computes its last queries, which may need more memory than its tokens
+    suggest.
 
     Raises:
-        PlanError: it cannot fit; names both numbers, and settings to change.
+        PlanError: the memory does not suffice; names both numbers, and settings to change.
     """
     free, needed = free_bytes(q.device), needed_bytes(routing, q, k, v)
     if free is not None and needed > free:
@@ -300,7 +300,7 @@ def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: to
     """Returns the bytes of one layer's backward: gradients, rows under way, remote keys and values with gradients.
 
     Args:
-        routing: of backward, where everything is there in one chunk.
+        routing: routing of backward, which has one chunk.
         q, k, v: `[T, heads, dim]`.
     """
     groups = routing.rows_per_token
@@ -309,16 +309,16 @@ def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: to
     stored = routing.remote_kv_rows * elements * (k.element_size() + summed)
     on_store = [call for chunk in routing.chunks for call in (*chunk.prefix, *chunk.remote_queries)]
     stored += sum(call.keys.stop - call.keys.start for call in on_store if call.adds) * elements * k.element_size()
-    # Keys that were fetched again; they are gone when as many gradients are sent back, some in a larger dtype first.
+    # Keys fetched again; they are freed before as many gradients are sent back, some first in a larger dtype.
     at_once = 2 if routing.sums_remote_kv else 1
     under_way = at_once * (len(routing.send_rows) + len(routing.received_to_remote_kv)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
-    prefix = 0  # gradients of queries that are added to local calls' gradients
+    prefix = 0  # query gradients to add to the ones of local calls
     for call in routing.chunks[0].prefix:
         tokens, heads = call.queries.stop - call.queries.start, q.shape[1] * call.rows_per_token // groups
         prefix += tokens * heads * q.shape[2]
     remote_queries = 0
-    if routing.queries is not None:  # queries, outputs, both gradients and log-sum-exps, under way and where they land
+    if routing.queries is not None:  # queries, outputs, both gradients and log-sum-exps, in flight and at the target
         heads, query, value = q.shape[1], q.shape[2] * q.element_size(), v.shape[2] * q.element_size()
         lse, sent = accumulation_dtype(q.dtype).itemsize, len(routing.queries.send_rows)
         remote_queries = heads * (
@@ -328,7 +328,7 @@ def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Returns the free bytes of a GPU, with the ones that torch holds in reserve; None on a CPU."""
+    """Returns the free bytes of a GPU, including torch's reserve; None on a CPU."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -339,7 +339,7 @@ def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
     """Checks that `[T, ...]` tensors are finite; waits for the device.
 
     Raises:
-        NotFiniteError: names the tensor and the document of the first row that is wrong.
+        NotFiniteError: names the tensor and the document of the first wrong row.
     """
     for name, rows in tensors.items():
         wrong = ~torch.isfinite(rows).flatten(1).all(dim=1)

@@ -1,11 +1,11 @@
-"""Buckets: documents of about the same length as one batch, for functions that know nothing of packed rows.
+"""Buckets: batches of documents of about the same length, for functions that do not support packed rows.
 
     rows of the pack    | d0 d0 d0 d0 d0 | d1 d1 | d2 d2 d2 d2 d2 d2 | padding |
     batches             | d0 d0 d0 d0 d0  · |       | d1 d1 |
                         | d2 d2 d2 d2 d2 d2 |
 
-Documents are gathered into batches that are padded on the right, and results are scattered back. Where no token
-depends on later ones, padding after a document changes nothing.
+Documents are gathered into batches with padding on the right, and results are scattered back. If no token depends on
+later ones, padding after a document changes nothing.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class _Bucket(NamedTuple):
     Attributes:
         documents, longest_tokens: sizes of the padded batch.
         rows: int64 `[tokens]` rows of the pack.
-        places: int64 `[tokens]` their places in the padded batch, counted row after row.
+        places: int64 `[tokens]` their places in the padded batch, counted row by row.
     """
 
     documents: int
@@ -49,8 +49,8 @@ class Buckets:
 
     Args:
         document_tokens: `[documents]` lengths.
-        rows: `[tokens]` row of each token of these documents; None: one after the other.
-        device: where the tokens are.
+        rows: `[tokens]` row of each token of these documents; None for consecutive rows.
+        device: device of the tokens.
     """
 
     def __init__(self, document_tokens: IntArray, device: torch.device, rows: IntArray | None = None) -> None:
@@ -70,10 +70,10 @@ class Buckets:
         """Runs a function on every batch of documents.
 
         Args:
-            function: returns `[documents, longest_tokens, ...]`, given what gathers its arguments.
+            function: returns `[documents, longest_tokens, ...]`; gets a function that gathers its arguments.
 
         Returns:
-            `[num_rows, ...]` its results; 0 in rows of no document.
+            `[num_rows, ...]` its results; 0 in rows outside documents.
         """
         joined: torch.Tensor | None = None
         for bucket in self._buckets:

@@ -6,8 +6,8 @@
     chain             S = B0, then M1 S + B1, ... in document order, in fp64
     state             to the rank of the next fragment, only if ranks divide heads; nothing hides this exchange
 
-Every rank starts the same exchanges in every layer, and backward starts the mirrored ones, on ranks without fragments
-too. An exchange is two functions of autograd, so that what runs between them hides it in both directions:
+Every rank, even without fragments, starts the same exchanges in every layer, and the mirrored ones in backward. An
+exchange is two functions of autograd: what runs between them hides it in both directions:
 
     forward     Dispatch ──▶ whole documents ──▶ Arrive ──▶ chain ──▶ output
     backward    Dispatch ◀── whole documents ◀── Arrive ◀── chain ◀── output
@@ -32,14 +32,14 @@ from distca_hf.runtime.regions import current_run, is_saved, outputs_in
 from distca_hf.torch_private import backward_number
 
 
-# Returns states after fragments, `[n, ...]`, from their summaries and the states before them; None is zero.
+# Returns states after fragments, `[n, ...]`, from their summaries and the states before them; None means zero.
 After = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class CarriedRows:
     """The rows of one forward pass, as layers with a state see them.
 
-    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these.
+    This is no tuple, mapping or dataclass: wrappers look into these in a model's arguments, and copy them.
     """
 
     def __init__(self, plan: LivePlan) -> None:
@@ -89,11 +89,11 @@ class CarriedRows:
     def convolved(
         self, x_1CT: torch.Tensor, convolve: Callable[[torch.Tensor], torch.Tensor], where: str
     ) -> torch.Tensor:
-        """Returns `[1, C, T]` of a causal convolution, in which every segment sees the tokens before it in its
-        document, and no others.
+        """Returns `[1, C, T]` of a causal convolution in which every segment sees only the tokens before it in its
+        document.
 
         Args:
-            convolve: a causal convolution of `[N, C, L]`, over at most one token more than halos have.
+            convolve: a causal convolution of `[N, C, L]`, over at most one token more than halos hold.
         """
         held, on_host = self.on_device, self.on_host
         if not on_host.halo.tokens:  # it sees one token
@@ -101,7 +101,7 @@ class CarriedRows:
         x_TC, edges = _Picked.apply(x_1CT[0].t(), held.edges)
         taken, sent = edges.split([len(on_host.halo.taken), len(on_host.halo.route.sent)])
         halos = self._start(sent, on_host.halo.route, f"{where}, halos") if self.is_cut else None
-        out_1CT = convolve(x_TC.t()[None])  # first tokens of a segment see the segment above; they are replaced below
+        out_1CT = convolve(x_TC.t()[None])  # a segment's first tokens see the segment above; replaced below
         received = [] if halos is None else [halos.wait()]
         rows = torch.cat([taken, *received, x_TC.new_zeros(1, x_TC.shape[1])])
         segments = sum(map(len, on_host.groups.values()))
@@ -114,8 +114,7 @@ class CarriedRows:
         """Starts to send summaries of this rank's followed fragments; a collective call.
 
         Args:
-            summaries: `[n, H, ...]` in row order. Without any they need gradients, too, if summaries of other
-                ranks may.
+            summaries: `[n, H, ...]` in row order. Even if empty, they need gradients if another rank's summaries may.
         """
         heads = summaries.shape[1]
         head_bytes = summaries.element_size() * math.prod(summaries.shape[2:])
@@ -138,7 +137,7 @@ class Sent(NamedTuple):
     ticket: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """Returns the items that arrive."""
+        """Returns the received items."""
         items: torch.Tensor = _Arrive.apply(self.travel, self.ticket)
         return items
 
@@ -181,11 +180,11 @@ class _Travel:
         self._needs_gradients, self._fingerprint = needs_gradients, plan.fingerprint
         self._pass, self._transport = plan.forward_pass, among_trainers(plan.transport)
         counts = route.sent_counts, route.received_counts
-        # Attention servers come last, and have no rows.
+        # Attention servers come last and have no rows.
         self._sent_counts, self._received_counts = (x[: self._transport.world_size].tolist() for x in counts)
         self._layer, self._micro_batch = where, plan.micro_batch
         self._under_way: Exchange | None = None
-        self._is_nested = backward_number() >= 0  # reentrant checkpointing differentiates inside of a backward pass
+        self._is_nested = backward_number() >= 0  # reentrant checkpointing differentiates inside a backward pass
 
     def start(self, items: torch.Tensor) -> None:
         """Starts to send items of this rank, unless a checkpointed region saved what arrived in forward."""
@@ -201,7 +200,7 @@ class _Travel:
         return items
 
     def start_back(self, gradients: torch.Tensor) -> None:
-        """Starts to send gradients of received items to the ranks that they came from."""
+        """Starts to send gradients of received items to their source ranks."""
         self._pass.begin_backward_of_rows(goes_on=self._is_nested)
         self._exchange(gradients.contiguous(), self._received_counts, self._sent_counts, "backward")
 
@@ -262,7 +261,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Tied(torch.autograd.Function):
-    """Returns the first tensor. The second one gets no gradient, but its backward pass runs."""
+    """Returns the first tensor. The second gets no gradient, but its backward pass runs."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
@@ -274,7 +273,7 @@ class _Tied(torch.autograd.Function):
 
 
 def tied(output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-    """Returns the output, whose backward pass runs that of the exchange, too. Autograd runs only what is on a path to
-    the loss, and a rank without later fragments reads nothing that arrived."""
+    """Returns the output, whose backward pass also runs the exchange's. Autograd runs only what is on a path to the
+    loss, and a rank without later fragments reads nothing that arrived."""
     tied_output: torch.Tensor = _Tied.apply(output, arrived)
     return tied_output

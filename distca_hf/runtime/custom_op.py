@@ -1,8 +1,8 @@
-"""Operators of torch made of functions: compiled graphs, checkpointing and autograd find them by name.
+"""Makes torch operators from functions: compiled graphs, checkpointing and autograd find them by name.
 
-`torch.library.custom_op` with `register_autograd` does the same for twice the time of the host, 40 µs in each layer.
-Half of it is generic (keyword arguments, mutated arguments, aliases). Where the dispatcher would call nothing else,
-nothing is dispatched.
+`torch.library.custom_op` with `register_autograd` does the same in twice the host time, 40 µs in each layer. Half of
+this is generic (keyword arguments, mutated arguments, aliases). If the dispatcher would call nothing else, we bypass
+it.
 """
 
 import functools
@@ -17,7 +17,7 @@ from distca_hf.runtime.regions import current_run, outputs_in
 from distca_hf.torch_private import below_autograd, hidden_from_dynamo, in_dual_level, is_plain
 
 
-# Kept as long as the process: torch takes the operators of a library back when it is collected.
+# Kept as long as the process: torch removes a library's operators when it is collected.
 _library = torch.library.Library("distca", "FRAGMENT")
 
 
@@ -28,7 +28,7 @@ Context = TypeVar("Context", bound="SavedForBackward")
 
 
 class SavedForBackward(Protocol):
-    """The context of an operator in autograd (`torch.autograd.function.FunctionCtx`), as far as it is used here."""
+    """The part of an operator's autograd context (`torch.autograd.function.FunctionCtx`) that is used here."""
 
     saved_tensors: tuple[torch.Tensor, ...]
 
@@ -45,14 +45,14 @@ def define_op(
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None,
     save: Callable[[Context, tuple[*Inputs], Output], None] | None = None,
 ) -> Callable[[*Inputs], Output]:
-    """Defines the operator `distca::<name of the function>` of tensors, numbers and lists of numbers. It writes to
+    """Defines the operator `distca::<name of the function>` on tensors, numbers and lists of numbers. It writes to
     none of them, and its outputs share no memory with them.
 
     Args:
-        function: no argument has a default: the dispatcher leaves out last arguments that equal their defaults.
+        function: must have no defaults: the dispatcher leaves out last arguments that equal their defaults.
         fake: returns empty results of the right shapes and dtypes, contiguous.
         backward, save: `backward(ctx, *gradients)`, and `save(ctx, inputs, output)` in forward; without them the
-            operator cannot be differentiated. Of several outputs the first one can be.
+            operator is not differentiable. Of several outputs only the first is.
 
     Returns:
         A function of the operator's positional arguments, with the results of the operator. Functions that others
@@ -61,13 +61,13 @@ def define_op(
     name = function.__name__.removeprefix("_")
 
     def contiguous(*given: *Inputs) -> Output:
-        # As `fake` returns them: graphs are compiled for these strides. Where nothing is dispatched they may differ.
+        # As `fake` returns them: graphs are compiled for these strides. Without dispatch they may differ.
         output: Any = function(*given)
         if isinstance(output, torch.Tensor):
             return cast(Output, output.contiguous())
         return cast(Output, tuple(x.contiguous() for x in output))
 
-    # They run on the host: a CUDA graph would replay the kernels of one batch, and no exchange.
+    # Operators run on the host: a CUDA graph would replay one batch's kernels, and no exchange.
     tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
     operator = getattr(torch.ops.distca, name).default
@@ -101,7 +101,7 @@ def define_op(
 
 
 def kept_in_regions(function: Callable[[*Inputs], Any]) -> Callable[[*Inputs], Any]:
-    """Returns an operator's function that takes its outputs from the region that is recomputed, if there is one."""
+    """Returns an operator's function that takes its outputs from the recomputed region, if there is one."""
 
     @functools.wraps(function)
     def call(*given: *Inputs) -> Any:
@@ -114,7 +114,7 @@ def kept_in_regions(function: Callable[[*Inputs], Any]) -> Callable[[*Inputs], A
 def _of_first_output(
     save: Callable[[Context, tuple[*Inputs], Output], None],
 ) -> Callable[[Context, tuple[*Inputs], Output], None]:
-    """Returns `save` for an operator of which only the first output has gradients; a gradient of zeros may be None."""
+    """Returns `save` for an operator with gradients of only its first output; a gradient of zeros may be None."""
 
     def setup(ctx: Context, inputs: tuple[*Inputs], output: Output) -> None:
         ctx.set_materialize_grads(False)
@@ -130,10 +130,10 @@ def _recorded(
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None,
     setup: Callable[[Context, tuple[*Inputs], Output], None] | None,
 ) -> Callable[[Callable[[*Inputs], Output], *Inputs], Output]:
-    """Returns a function that calls its first argument with the others.
+    """Returns a function that calls its first argument with the others as arguments.
 
-    Autograd records the call as one step if one of them needs gradients. Nothing within is recorded: autograd is off
-    in its own functions, and where no tensor needs gradients there is nothing to record.
+    Autograd records the call as one step if one of them needs gradients. Nothing inside is recorded: autograd is off
+    in its own functions, and without tensors that need gradients there is nothing to record.
     """
 
     class Recorded(torch.autograd.Function):

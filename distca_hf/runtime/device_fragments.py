@@ -18,8 +18,8 @@ class PinnedFragments:
     """Fragments of this rank before their indices are copied to the device.
 
     Attributes:
-        by_ranks: its fold if heads are not divided.
-        indices: all indices, one after the other; in memory that a GPU copies from while the host goes on.
+        by_ranks: this rank's fold if heads are not divided.
+        indices: all indices, one after the other; in memory from which a GPU copies while the host continues.
         lengths: of each kind of indices, by name.
     """
 
@@ -30,7 +30,7 @@ class PinnedFragments:
 
     @classmethod
     def prepare(cls, fragments: Fragments, pin: bool) -> Self:
-        """Joins the indices, so that one copy takes them all; safe in a background thread."""
+        """Joins the indices for a single copy; safe in a background thread."""
         halo, fold = fragments.halo, Fold.of(fragments.cut, fragments.rank)
         indices = {
             **{"edges": np.concatenate([halo.taken, halo.route.sent]), "windows": halo.windows, "kept": halo.kept},
@@ -43,7 +43,7 @@ class PinnedFragments:
         return cls(fragments, fold, joined.pin_memory() if pin else joined, lengths)
 
     def to(self, device: torch.device) -> "DeviceFragments":
-        """Returns the fragments with their indices on the device; the host does not wait."""
+        """Returns the fragments with indices on the device; the host does not wait."""
         parts = self.indices.to(device, non_blocking=True).split(list(self.lengths.values()))
         of = dict(zip(self.lengths, parts, strict=True))
         fold = DeviceFold(self.by_ranks, **{name: of.pop(f"fold.{name}") for name in _indices_of(self.by_ranks)})
@@ -99,13 +99,13 @@ class DeviceGroup:
 
     @cached_property
     def numbers(self) -> torch.Tensor:
-        """int32 `[1, rows of the group]` number of the part that each belongs to."""
+        """int32 `[1, rows of the group]` number of each row's part."""
         parts = torch.arange(len(self.tokens), dtype=torch.int32, device=self.long_offsets.device)
         return parts.repeat_interleave(self.long_offsets.diff(), output_size=sum(self.tokens))[None]
 
     @cached_property
     def buckets(self) -> Buckets:
-        """The parts, for functions that know nothing of packed rows."""
+        """The parts, for functions that do not support packed rows."""
         return Buckets(np.array(self.tokens, dtype=np.int64), self.long_offsets.device)
 
 
@@ -117,7 +117,7 @@ class DeviceFragments:
         whole, followed, last: groups.
         middle: followed fragments that follow others.
         middle_numbers: int64, see `Fragments`.
-        edges: int64, rows that are taken for windows, then those that are sent.
+        edges: int64, rows taken for windows, then rows to send.
         windows, kept, rows: of `Halo`.
     """
 
@@ -140,7 +140,7 @@ class DeviceFragments:
         return self.by_ranks if chosen is self.by_ranks.on_host else self._divided(heads)
 
     def _divided(self, heads: int) -> DeviceFold:
-        """Returns the fold by heads; made once for a plan and a number of heads."""
+        """Returns the fold by heads; made once per plan and number of heads."""
         if heads not in self._by_heads:
             fold = Fold.of(self.on_host.cut, self.on_host.rank, heads)
             indices = {name: to_device(index, self.rows.device) for name, index in _indices_of(fold).items()}

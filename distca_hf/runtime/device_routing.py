@@ -45,7 +45,7 @@ class ChunkRouting:
     """One chunk: rows of keys and of queries that are sent together, and the calls that read them.
 
     Attributes:
-        queries: no rows if on no rank queries move.
+        queries: without rows if no queries move on any rank.
     """
 
     keys: ExchangeSplits
@@ -72,9 +72,9 @@ class DeviceRouting:
 
     Attributes:
         local: kernel calls that need no chunk.
-        queries: queries that move, or None if on no rank any does.
-        sums: where gradients of sent keys, and of local rows of the remote KV, are added.
-        sums_remote_kv: gradients of remote keys are sums of many calls.
+        queries: queries that move; None if none move on any rank.
+        sums: rows to which gradients of sent keys, and of local rows of the remote KV, are added.
+        sums_remote_kv: whether gradients of remote keys are sums over many calls.
     """
 
     num_rows: int
@@ -108,7 +108,7 @@ class DeviceRouting:
 
 @dataclass(frozen=True, eq=False)
 class PinnedRouting:
-    """A routing before it is copied and written out: all its integers in two buffers, pinned if asked."""
+    """A routing before it is copied and written out: all its integers in two buffers, pinned on request."""
 
     routing: Routing
     calls: tuple[tuple[KernelCall, ...], ...]
@@ -119,7 +119,7 @@ class PinnedRouting:
     @classmethod
     def prepare(cls, routing: Routing, pin: bool = False) -> "PinnedRouting":
         """Gathers a routing's integers; safe in a background thread."""
-        # Two buffers, because each copy costs the host, whatever its size:
+        # Two buffers, because each copy costs host time, whatever its size:
         #
         #     table     | lengths | strides | firsts |      of all ranges of all index maps; int64
         #     offsets   | call 0: queries, keys | call 1: queries, keys | ...      int32, as kernels take them
@@ -149,7 +149,7 @@ class PinnedRouting:
         )
 
     def to(self, device: torch.device) -> DeviceRouting:
-        """Returns the routing on the device: two copies that the host does not wait for."""
+        """Returns the routing on the device, with two copies for which the host does not wait."""
         routing, queries = self.routing, self.routing.queries
         index = _written_out(self.table.to(device, non_blocking=True), self.totals)
         send, received, kept, local, local_to, shared, send_in, local_in, *moves = index
@@ -210,7 +210,7 @@ def _parts(counts: IntArray) -> tuple[slice, ...]:
 
 def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[ChunkRouting, ...]:
     """Returns all chunks; `calls` are the prefix calls of each chunk, then the remote queries of each."""
-    # Where no queries move, their exchanges have no rows, and none is made: see `runtime.attention`.
+    # If no queries move, their exchanges have no rows, and none is made: see `runtime.attention`.
     count, moves = len(routing.prefix_of_chunk), routing.queries
     none = np.zeros_like(routing.send_counts)
     keys = _splits(routing.send_counts, routing.receive_counts)

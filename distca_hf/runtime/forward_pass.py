@@ -5,14 +5,14 @@
 
 Ranks agree twice. Before the first exchange of a forward pass they show each other dtypes and heads. Before the first
 exchange of each backward pass they show which forward pass it follows, and which calls that pass made. Otherwise a
-rank with another dtype, other layers, other gradients or another pass would send rows that the others misinterpret.
+rank with another dtype, other layers, other gradients or another pass would send rows that the others misread.
 
 Several passes may wait for backward at the same time, and a retained graph may be differentiated twice. So the second
 agreement belongs to a backward pass of autograd, not to a forward pass. A rank that leaves out a loss, or runs
 backward passes in another order, meets the others in a different agreement, and nothing is sent.
 
 Later layers may have other dtypes and heads than the first one. In a model's first pass ranks show them before every
-call. From then on each rank knows them, and refuses its own layer that differs before anything is exchanged.
+call. From then on each rank knows them, and refuses a layer of its own that differs, before exchanging anything.
 """
 
 import zlib
@@ -32,9 +32,9 @@ from distca_hf.torch_private import backward_number
 from distca_hf.traces import PassPart
 
 
-# Shown instead of a checksum by a rank that has none: checksums are not negative.
+# What a rank without a checksum shows: checksums are not negative.
 UNKNOWN = -1
-# Kinds of a model's state that must be equal on all ranks. Most passes show neither.
+# Kinds of model state that must be equal on all ranks. Most passes show neither.
 WEIGHTS, BUFFERS = "weights", "buffers"
 # Stands for an attention call among the exchanges of states.
 ATTENTION = "keys and values of attention"
@@ -56,14 +56,14 @@ class AlsoShown(Protocol):
 class ForwardPass:
     """Counts the attention calls of one forward pass and of its backward pass, and names their places.
 
-    Where ranks agree, PlanMismatchError and PeerLostError say that they differ or that one is lost.
+    Methods that agree raise PlanMismatchError if ranks differ, and PeerLostError if one is lost.
 
     Args:
-        facts: facts that must be the same on all ranks; None if the model is not enabled: then nothing is agreed on.
+        facts: facts that must be the same on all ranks; None if the model is not enabled: then ranks agree on nothing.
         num_calls: number of attention calls of the pass, if known.
         before: calls of the model's previous pass; None if there was none.
-        trace: notes when the calls spend time on what, if the step is reported.
-        state: checksums of weights and of buffers, by name. Ranks that show some compare them.
+        trace: notes what the calls spend time on, if the step is reported.
+        state: checksums of weights and of buffers, by name. Ranks that show any compare them.
         also: further integers that ranks show each other with the facts; None if there are none.
 
     Attributes:
@@ -111,15 +111,15 @@ class ForwardPass:
 
     @property
     def begun(self) -> bool:
-        """Whether it is a pass of an enabled model."""
+        """Whether this is a pass of an enabled model."""
         return self.facts is not None
 
     def check_open(self) -> None:
-        """Checks that the model has begun this pass and not ended it; called by layers of enabled models. Layers that
-        backward recomputes are accepted.
+        """Checks that the model has begun this pass and not ended it; called by layers of enabled models. Accepts
+        layers that backward recomputes.
 
         Raises:
-            PlanError: only a part of the model was called, so that its pass is not checked.
+            PlanError: only a part of the model was called, so its pass is not checked.
         """
         if self.facts is not None and (not self._ended or backward_number() >= 0):
             return
@@ -133,7 +133,7 @@ class ForwardPass:
         """Notes the layer of the latest call, if known, and whether backward will follow it.
 
         Args:
-            layer: its number, on the host; read at the end of the pass, for all calls at once.
+            layer: its number, on the host; read for all calls at once, at the end of the pass.
         """
         if self._ended:
             return
@@ -148,9 +148,9 @@ class ForwardPass:
         """Counts a forward call and names its place.
 
         Args:
-            mask: of the layer. Other ranks exchange rows for the mask they expect.
+            mask: mask of the layer. Other ranks exchange rows for the mask they expect.
             scores: how the layer computes scores (scale, softcap, sinks); must be the same on all ranks.
-            tensors: dtypes and heads of the layer. Other ranks exchange rows with those they expect.
+            tensors: dtypes and heads of the layer. Other ranks exchange rows with the ones they expect.
 
         Raises:
             PlanError: mask or tensors differ from the previous pass.
@@ -180,7 +180,7 @@ class ForwardPass:
         return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
 
     def _check_call(self, mask: Mask, tensors: CallTensors | None, place: str) -> None:
-        """Compares a call with that of the pass before: other ranks exchange rows for its mask and its tensors.
+        """Compares a call with the previous pass's: other ranks exchange rows for that mask and those tensors.
 
         Raises:
             PlanError: it has another mask, other dtypes or other heads.
@@ -222,17 +222,17 @@ class ForwardPass:
         return self._place(layer, "backward")
 
     def begin_backward_of_rows(self, goes_on: bool = False) -> None:
-        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks;
-        `goes_on` says that it may be nested in one, by reentrant checkpointing."""
+        """Begins backward of rows that move between ranks. The first call in a backward pass waits for the other
+        ranks; `goes_on` says that it may be nested in one, by reentrant checkpointing."""
         self._enter_backward(goes_on)
 
     def begin_exchange_of_states(self, exchange: str, needs_gradients: bool, fingerprint: int) -> None:
         """Begins an exchange of a layer with a state, given as its layer, dtype and shape. The first one of a pass
-        waits until all ranks have shown the pass's facts and the plan's fingerprint; so do all of them if some rank
-        knows no previous pass, or one that began otherwise, as under another autocast.
+        waits until all ranks have shown the pass's facts and the plan's fingerprint. All exchanges wait if some rank
+        knows no previous pass, or one that began differently, for example under another autocast.
 
         Raises:
-            PlanError: it differs from that of the previous pass, which other ranks expect.
+            PlanError: it differs from the previous pass's, which other ranks expect.
         """
         if self._ended:  # recomputed
             self._enter_backward(goes_on=True)
@@ -264,12 +264,12 @@ class ForwardPass:
             )
 
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
-        """Waits until all ranks have shown in which dtype and with which heads they attend: at the first call with the
-        pass's facts, at later ones as long as `compares_calls` says so.
+        """Waits until all ranks have shown the dtypes and heads with which they attend: at the first call together
+        with the pass's facts, at later ones while `compares_calls` is true.
 
         Args:
-            fingerprint: of the plan.
-            tensors: of the call.
+            fingerprint: fingerprint of the plan.
+            tensors: dtypes and heads of the call.
         """
         if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
@@ -287,7 +287,7 @@ class ForwardPass:
             "dtypes that attention computes in": tensors.dtypes_in_words,
             "heads and their dimensions": tensors.heads_in_words,
         }
-        # With another first call than before, as under another autocast, later ones are not known either.
+        # If the first call differs from before, for example under another autocast, later ones are not known either.
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
         states = {kind: _checksum([*state.items()]) for kind, state in self._state.items()}
@@ -296,7 +296,7 @@ class ForwardPass:
         if self._also is not None:
             self._also.seen(of_ranks, self._micro_batch)
         for kind in (WEIGHTS, BUFFERS):
-            if len({*of_ranks[kind]} - {UNKNOWN}) > 1:  # all ranks see it, and show theirs by name
+            if len({*of_ranks[kind]} - {UNKNOWN}) > 1:  # all ranks see this, and show theirs by name
                 by_name = {f"{kind[:-1]} {name}": bits for name, bits in self._state.get(kind, {}).items()}
                 Agreement.start(self._transport, Occasion.COMPARE, self._micro_batch, by_name, {}).wait()
         shown = of_ranks[name]
@@ -311,8 +311,8 @@ class ForwardPass:
         """Ends the forward pass: all further calls belong to backward. If none can follow, ranks agree here.
 
         Args:
-            exchanges: whether ranks exchange rows in this pass; if not, they need not agree.
-            backward_calls: number of backward calls; None for one after each call that was noted to need gradients.
+            exchanges: whether ranks exchange rows in this pass; otherwise they need not agree.
+            backward_calls: number of backward calls; None for one per call that was noted to need gradients.
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
 
         Raises:
@@ -338,7 +338,7 @@ class ForwardPass:
         """Agrees with the other ranks if a call is the first one of a backward pass.
 
         Args:
-            goes_on: whether the call follows a recomputed one, so that it may be in a nested backward pass.
+            goes_on: whether the call follows a recomputed one, and may be in a nested backward pass.
         """
         number = backward_number()
         if number in self._in_autograd:
@@ -351,8 +351,8 @@ class ForwardPass:
             self._agree_to_differentiate()
 
     def _agree_to_differentiate(self) -> None:
-        """Waits until all ranks have shown which pass they differentiate, which calls it made and which of them
-        backward will follow.
+        """Waits until all ranks have shown which pass they differentiate, which calls it made, and which of these have
+        a backward.
         """
         layers = torch.stack(self.layers).tolist() if self.layers else []
         numbers = {
@@ -388,5 +388,5 @@ class ForwardPass:
 
 
 def _checksum(values: Sequence[Hashable]) -> int:
-    texts = {value: str(value) for value in set(values)}  # few layers differ, and texts cost the host
+    texts = {value: str(value) for value in set(values)}  # few layers differ, and texts cost host time
     return zlib.crc32(",".join([texts[value] for value in values]).encode())

@@ -1,9 +1,9 @@
-"""Kernel calls of one layer: finds the rows and heads that a call reads and writes, and runs its kernel.
+"""Kernel calls of one layer: finds the rows and heads that each call reads and writes, and runs its kernel.
 
-The first of alike layers prepares each call: it finds out how the call's part of each tensor lies. The other layers
-take the same parts without looking at their tensors again. Each layer makes many views, and each costs microseconds.
-So one is made only where something is left out. All are made by `as_strided`: kernel functions fill the processor's
-caches, and after one a function of torch that was just used takes half the time of another one.
+The first of alike layers prepares each call: it finds out how the call's part of each tensor is laid out. The other
+layers take the same parts without inspecting their tensors again. Each layer makes many views, and each costs
+microseconds. So we make one only if it leaves something out. We always use `as_strided`: kernel functions fill the
+processor's caches, and after one a torch function that was just used takes half the time of another.
 
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included, R rows as in
 `planning.pieces`.
@@ -42,7 +42,7 @@ def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def rows_to_read(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns `as_rows`, or copies if the strides of a tensor forbid a view, as hooks of saved tensors may cause."""
+    """Returns `as_rows`, or copies if a tensor's strides forbid a view, which hooks of saved tensors may cause."""
     if groups == 1:
         return tensors_TND
     return [x.reshape(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:]) for x in tensors_TND]
@@ -63,7 +63,7 @@ def keys_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence
 
 
 def heads_of(call: DeviceCall, kv_heads: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns all rows of each local `[T, heads, ...]`, with the heads that belong to the KV heads of the call."""
+    """Returns all rows of each local `[T, heads, ...]`, with the heads of the call's KV heads."""
     first, stop = call.heads
     if (first, stop) == (0, kv_heads):
         return tensors_TND
@@ -72,7 +72,7 @@ def heads_of(call: DeviceCall, kv_heads: int, *tensors_TND: torch.Tensor) -> Seq
 
 
 def _some_rows(tensors: Sequence[torch.Tensor], rows: slice) -> Sequence[torch.Tensor]:
-    """Returns `x[rows]` of each; all have as many rows."""
+    """Returns `x[rows]` of each; all have equally many rows."""
     return tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
 
 
@@ -117,7 +117,7 @@ class PreparedForward:
         return Room(self._out(out), self._lse_NT(lse))
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
-        """Adds outputs and log-sum-exps over a prefix to the layer's."""
+        """Merges outputs and log-sum-exps over a prefix into the layer's."""
         if self._has_some_heads:
             out, lse = heads_of(self._call, self._kv_heads, out, lse)
         if self._merge is None:
@@ -139,13 +139,13 @@ class PreparedBackward:
 
     Args:
         spec: how these layers attend.
-        rows, dq: of one of them.
+        rows, dq: tensors of one of these layers.
         of_keys: its keys, values and their gradients, local ones or the remote KV's.
 
     Attributes:
         call, spec: the call, and how it attends.
-        dout, dq, dk, dv: return the call's part of such a tensor.
-        dq_shape: of its part.
+        dout, dq, dk, dv: functions that return the call's part of the tensor.
+        dq_shape: shape of the part of dq.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class PreparedBackward:
 
 
 def _spec_of_call(call: DeviceCall, spec: AttentionSpec) -> AttentionSpec:
-    """Returns how a call of layers attends that attend like this."""
+    """Returns how a call attends, in layers that attend like this."""
     return before_queries(spec, call.window_tokens) if call.kind is CallKind.PREFIX else spec
 
 
@@ -181,7 +181,7 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
 
 def view_of(part: torch.Tensor, whole: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that gets tensors like `whole`, in shape and strides, and returns the part of each that
+    """Returns a function of tensors with the shape and strides of `whole`. It returns the same part of each that
     `part` is of `whole`."""
     if part is whole:
         return lambda x: x
@@ -194,11 +194,11 @@ Prepared = TypeVar("Prepared", PreparedForward, PreparedBackward)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCalls(Generic[Prepared]):
-    """Calls of alike layers, forward or backward, as far as a layer has prepared them.
+    """Calls of alike layers, forward or backward, that a layer has already prepared.
 
     Attributes:
         make: prepares a call.
-        kernel, spec: attends, and how.
+        kernel, spec: the kernel, and how it attends.
         kv_heads: KV heads of a layer.
     """
 
@@ -209,7 +209,7 @@ class PreparedCalls(Generic[Prepared]):
     _made: dict[DeviceCall, Prepared] = field(default_factory=dict)
 
     def get(self, call: DeviceCall, *of_layer: object) -> Prepared:
-        """Returns a call, prepared now with these tensors of a layer if it is the first one."""
+        """Returns a call. The first layer to ask prepares it, with these tensors."""
         prepared = self._made.get(call)
         if prepared is None:
             prepared = self._made[call] = self.make(call, self.spec, self.kv_heads, *of_layer)
@@ -235,7 +235,8 @@ class ForwardCalls:
             self._kernel.forward(prepared.inputs(self._q, k, v), call.spans, prepared.spec, room)
 
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
-        """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""
+        """Attends to prefixes, and merges the results: `at_once` if local calls have written their parts, otherwise in
+        `merge_prefixes`."""
         k, v = remote_kv.k, remote_kv.v
         for call in calls:
             prepared = self._calls.get(call, (self._q, self._out, self._lse), (k, v))
@@ -247,7 +248,7 @@ class ForwardCalls:
                 self._prefix_parts.append((prepared, results))
 
     def merge_prefixes(self) -> None:
-        """Adds attention to prefixes, once local calls have written their parts."""
+        """Merges attention to prefixes, once local calls have written their parts."""
         for prepared, results in self._prefix_parts:
             prepared.merge(self._out, self._lse, *results)
         self._prefix_parts.clear()
@@ -256,8 +257,8 @@ class ForwardCalls:
 def attend_whole(
     kernel: Kernel, call: DeviceCall, inputs: Inputs, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns outputs `[T, N, V]` and log-sum-exps `[T, N]` of a call on all rows and heads. The kernel makes room for
-    them: it would look closely at room that it is given, or copy into it."""
+    """Returns outputs `[T, N, V]` and log-sum-exps `[T, N]` of a call on all rows and heads. The kernel allocates
+    them: it would inspect tensors that it is given, or copy into them."""
     out, lse_NT = kernel.forward(inputs, call.spans, spec)
     return out, transposed(lse_NT)
 
@@ -280,17 +281,17 @@ class BackwardCalls:
     def derive_on_remote_kv(
         self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients, adds: bool = False
     ) -> None:
-        """Writes the calls' part of the gradients of queries, and of the remote KV: a part of the whole, as output and
-        log-sum-exp are from whole rows.
+        """Writes the calls' part of the gradients of queries, and of the remote KV. It is a part of the whole because
+        output and log-sum-exp are from whole rows.
 
         Args:
-            adds: whether `add_prefixes` adds gradients of queries, once local calls have written theirs.
+            adds: whether `add_prefixes` adds gradients of queries later, when local calls have written theirs.
         """
         k, v, total_k, total_v = remote_kv.k, remote_kv.v, gradients.total.k, gradients.total.v
         for call in calls:
             prepared = self._calls.get(call, self._rows, self._dq, (k, v, total_k, total_v))
             dq = self._dq.new_empty(prepared.dq_shape) if adds else prepared.dq(self._dq)
-            # A kernel writes gradients, and cannot add to some. Where another call writes the same rows, it gets room.
+            # A kernel writes gradients and cannot add. If another call writes the same rows, it gets its own memory.
             dk, dv = prepared.dk(total_k), prepared.dv(total_v)
             call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
             self._run(prepared, k, v, Gradients(dq, call_dk, call_dv))
@@ -300,7 +301,7 @@ class BackwardCalls:
                 self._prefix_parts.append((prepared, dq))
 
     def add_prefixes(self) -> None:
-        """Adds the parts of prefixes to the gradients of queries; once, as backward has one chunk."""
+        """Adds the parts of prefixes to the gradients of queries; called once, because backward has one chunk."""
         for prepared, dq in self._prefix_parts:
             prepared.dq(self._dq).add_(dq)
 

@@ -1,12 +1,12 @@
-"""Layer kinds: groups the layers of a model by the mask that they attend with. Each kind has a routing.
+"""Layer kinds: groups the layers of a model by their mask. Each kind has a routing.
 
     full causal layers       routing of the plan: prefixes travel, and perhaps queries
     layers with a window     routing of a plan for the same layout, in which no query moves: halos travel
 
-All kinds have the same layout, so a rank holds the same rows in every layer. A window that is as long as the longest
-document of the micro-batch counts as no window: such layers belong to the full kind.
+All kinds have the same layout, so a rank holds the same rows in every layer. A window as long as the longest document
+of the micro-batch counts as none: its layers belong to the full kind.
 
-Planning leaves a `Planned` on this rank, or a `PlannedLater` if plans are made when the decoder of a model begins.
+Planning gives this rank a `Planned`, or a `PlannedLater` if plans are made when a model's decoder begins.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,14 +38,14 @@ class Planned(NamedTuple):
     """A micro-batch as it was planned for the ranks that take part now.
 
     Attributes:
-        routings: returns rank plans by mask: the full causal one, and windows that were known before. They are copied
-            to the device when they are first asked for: rows move in before.
-        route_window: makes the rank plan of a window that a layer is the first to ask for; None: no other exists.
+        routings: returns rank plans by mask: the full causal one, and windows known before. The first call copies them
+            to the device: rows move in before.
+        route_window: makes the rank plan of a window when a layer first asks for it; None if there are no others.
         facts: of all layers together.
         fingerprint: of the plan.
-        posted: the plan as ranks without tokens have it; None if there are none.
-        moves: of rows that are placed inside the model; None if rows stay where batches have them.
-        batch_forms: `[ranks]` numbers of the forms of their batches: of equal forms, decoders get equal inputs.
+        posted: the plan that ranks without tokens have; None if there are none.
+        moves: moves of rows that the model places; None if rows stay as in the batches.
+        batch_forms: `[ranks]` numbers of the forms of their batches: equal forms give decoders equal inputs.
         fragments: returns what layers with a state exchange; None for a model without them.
     """
 
@@ -65,10 +65,10 @@ class Planned(NamedTuple):
 
 
 class PlannedLater(NamedTuple):
-    """A micro-batch that is planned when something first asks for its plan: a model whose decoder begins.
+    """A micro-batch that is planned when its plan is first needed: when a model's decoder begins.
 
     Attributes:
-        longest_document_tokens: of the micro-batch; known before.
+        longest_document_tokens: tokens of the micro-batch's longest document; known before.
         plan: plans it, once. May wait for other ranks.
     """
 
@@ -87,8 +87,8 @@ class PinnedKinds:
         plans: by mask.
         facts: of all layers together.
         layout: ranks, and the tokens that each of them holds.
-        rank: the rank that they are of.
-        pin: whether they are in memory that a GPU copies from while the host goes on.
+        rank: rank to which they belong.
+        pin: whether they are in memory from which a GPU copies while the host continues.
         fragments: what layers with a state exchange; None for a model without them.
     """
 
@@ -120,11 +120,11 @@ class PinnedKinds:
 
     @property
     def whole_tokens(self) -> IntArray:
-        """`[segments]` tokens of the whole documents of these."""
+        """`[segments]` tokens of each segment's whole document."""
         return self.layout.document_tokens[self.layout.segment_document[self.layout.segments_of(self.rank)]]
 
     def planned(self, device: torch.device, fingerprint: int, posted: Posted | None = None) -> Planned:
-        """Returns the micro-batch as it was planned, on the device; the host does not wait."""
+        """Returns the planned micro-batch, on the device; the host does not wait."""
 
         @cache
         def routings() -> Mapping[Mask, DeviceRankPlan]:
@@ -160,7 +160,7 @@ class LayerKinds:
 
     Args:
         where: rank and micro-batch, for messages.
-        layers: of the pass that is about to run.
+        layers: layers of the pass that is about to run.
     """
 
     def __init__(self, planned: Planned, config: DistCAConfig, where: str, layers: PassLayers) -> None:
@@ -177,17 +177,17 @@ class LayerKinds:
         self._layers = layers
         for mask, kind in self._kinds.items():
             kind.retention.layers = layers.of(mask, self._longest_tokens)
-            kind.has_room = False  # another pass may leave less
+            kind.has_room = False  # another pass may leave less room
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""
+        """Returns the spec of a layer, without its window if no document of the micro-batch is longer."""
         if spec.window_tokens and spec.window_tokens >= self._longest_tokens:
             return without_window(spec)
         return spec
 
     def of(self, spec: AttentionSpec) -> LayerKind:
-        """Returns the kind of layers that attend like this, as `spec` returned it. A window that was not known before
-        is routed now.
+        """Returns the kind of layers that attend like this, as `spec` returned it. Routes a window that was not known
+        before.
 
         Raises:
             PlanError: the batch was planned without their mask.
@@ -210,7 +210,7 @@ class LayerKinds:
 
     @property
     def held(self) -> DeviceRouting:
-        """One of the routings, to read the rows from that this rank holds."""
+        """One of the routings, from which to read the rows that this rank holds."""
         return next(iter(self)).plan.forward
 
     @property
@@ -219,7 +219,7 @@ class LayerKinds:
         return self.held.num_rows // self.held.rows_per_token
 
     def check_fit(self, x: torch.Tensor, where: str) -> None:
-        """Checks that device, rows and heads of a tensor are those that the plan was made for.
+        """Checks that device, rows and heads of a tensor fit the plan.
 
         Raises:
             PlanError: they are not.

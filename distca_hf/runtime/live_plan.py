@@ -1,8 +1,8 @@
 """Live plan: binds a micro-batch's plan to the transport and settings of this rank.
 
-The operator is given its plan as an integer, because compiled graphs, checkpointing and autograd all pass on integers
-unchanged. `find_plan` looks the plan up by it, in the one register of this process, as long as anything may still ask
-for it. The register is bounded shared state; so are parts of `runtime.retention` and `batches.known_batch`.
+The operator gets its plan as an integer, because compiled graphs, checkpointing and autograd all pass on integers
+unchanged. `find_plan` looks up the plan by this integer, in the single register of this process, as long as anything
+may still need it. The register is bounded shared state, like parts of `runtime.retention` and `batches.known_batch`.
 
 `alike_layers` has what layers look up in a plan.
 """
@@ -39,7 +39,7 @@ class PlanRegister:
     them.
 
     Attributes:
-        newest: the newest ones by their numbers; found in less time than by `find`.
+        newest: the newest ones by their numbers; faster than `find`.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PlanRegister:
         self._lock = threading.Lock()
 
     def add(self, plan: "LivePlan", keep: int) -> int:
-        """Registers a plan and lets go of all but the `keep` newest."""
+        """Registers a plan and releases all but the `keep` newest."""
         with self._lock:
             number = next(self._numbers)
             self._all[number] = plan
@@ -58,7 +58,7 @@ class PlanRegister:
         return number
 
     def keep(self, count: int) -> None:
-        """Lets go of all plans but the newest. Their tensors go with them, which takes a tenth of a millisecond."""
+        """Releases all plans except the `count` newest. Freeing their tensors takes a tenth of a millisecond."""
         with self._lock:
             while len(self.newest) > count:
                 self.newest.popitem(last=False)
@@ -67,9 +67,9 @@ class PlanRegister:
         """Returns the plan with this number.
 
         Raises:
-            PlanError: no batch and no graph holds it any more.
+            PlanError: no batch or graph holds it any more.
         """
-        plan = self.newest.get(number) or self._all.get(number)  # the second one is slower, and rarely asked
+        plan = self.newest.get(number) or self._all.get(number)  # the second is slower, and rarely needed
         if plan is None:
             raise PlanError(
                 f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken "
@@ -92,17 +92,17 @@ class PlanUse:
 
 
 class LivePlan:
-    """The plan of a micro-batch on this rank, which its batch carries as `distca_plan`: opaque to users.
+    """The plan of a micro-batch on this rank. The batch carries it as `distca_plan`: opaque to users.
 
     Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them. A live plan is none of
-    these, so that the very same object arrives in every layer.
+    these, so the very same object reaches every layer.
 
     Args:
         micro_batch: number of the micro-batch, counted by the loader.
-        planned: the micro-batch as it was planned, or what plans it later. All its routings are of one
-            layout, so the rows that a rank holds are the same in every layer.
+        planned: the planned micro-batch, or what plans it later. All its routings have one layout, so a rank holds the
+            same rows in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
-        replan: plans the micro-batch again if other ranks take part than before; None if they do not.
+        replan: plans the micro-batch again if the ranks that take part change; None if they do not.
         document_tokens: `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None
             on ranks that hold none.
         also: further integers that ranks show each other in a pass; None if there are none.
@@ -111,10 +111,10 @@ class LivePlan:
         longest_document_tokens: tokens of the longest document of the micro-batch.
         numbers: numbers of every data rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
-        use: whether there was one.
-        checks_finite: whether attention looks for numbers that are not finite.
-        part: of the model that passes run, see `of_part`.
-        handle: number by which the operator finds the plan.
+        use: whether there was a pass.
+        checks_finite: whether attention checks that numbers are finite.
+        part: part of the model that passes run, see `of_part`.
+        handle: number by which the operator finds it.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class LivePlan:
         self._begin(planned)
 
     def _begin(self, planned: Planned | PlannedLater) -> None:
-        """Sets what passes change: of a new plan, or of one for another part of the model."""
+        """Sets the attributes that passes change, for a new plan or one for another part of the model."""
         self._layers = ONE_LAYER
         self._take(planned)
         self.forward_pass = ForwardPass(self.transport, self.micro_batch)
@@ -149,8 +149,8 @@ class LivePlan:
         self.handle = _register.add(self, self.config.plans_in_flight)
 
     def of_part(self, part: int) -> "LivePlan":
-        """Returns this plan for one part of a model of which this rank runs several: of the same rows, with other
-        passes. Between forward and backward of one part come passes of others. Part 0 has this plan itself."""
+        """Returns this plan for one part of a model of which this rank runs several: with the same rows, but other
+        passes. Passes of other parts run between forward and backward of one. Part 0 has this plan itself."""
         if part == self.part:
             return self
         if part not in self._of_parts:
@@ -159,15 +159,15 @@ class LivePlan:
         return self._of_parts[part]
 
     def for_pass(self) -> "LivePlan":
-        """Returns this plan for one more forward pass: itself for the first one. Backward of an earlier pass on the
-        same batch may still come, and ranks must run both in one order."""
+        """Returns this plan for another forward pass: itself for the first one. Backward of an earlier pass on the
+        same batch may still follow, and ranks must run both in one order."""
         if self.forward_pass.begun:
             self.plan_anew()
             return self._copied()
         return self
 
     def _copied(self) -> "LivePlan":
-        """Returns another plan of the same rows, with its own passes."""
+        """Returns another plan for the same rows, with separate passes."""
         self.agree()
         posted, other = self.posted, object.__new__(type(self))
         vars(other).update(vars(self))
@@ -175,14 +175,14 @@ class LivePlan:
         return other
 
     def __copy__(self) -> "LivePlan":
-        """Returns itself: copied batches bring the very same object, too."""
+        """Returns itself: copied batches carry the very same object, too."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> "LivePlan":
         return self
 
     def __reduce__(self) -> str:
-        """Refuses to be stored.
+        """Refuses to be pickled.
 
         Raises:
             PlanError: always.
@@ -204,7 +204,7 @@ class LivePlan:
 
     @property
     def label_tokens(self) -> int | None:
-        """Labels of the global micro-batch, all ranks together; None if they were not counted."""
+        """Labels of the global micro-batch, over all ranks; None if not counted."""
         self.agree()
         return sum(self.numbers["label_tokens"]) if "label_tokens" in self.numbers else None
 
@@ -223,13 +223,13 @@ class LivePlan:
         self.plan_anew()
         self.use.begun = True
         self._layers = layers
-        if self._has_lookup:  # none yet of a micro-batch that is planned later
+        if self._has_lookup:  # none yet if the micro-batch is planned later
             self.kinds.begin_forward_pass(self._layers)
         of_pass = facts, num_calls, before, trace, state, self._also
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, *of_pass)
 
     def plan_anew(self) -> None:
-        """Plans the micro-batch again if other ranks take part since it was planned."""
+        """Plans the micro-batch again if the ranks that take part have changed since."""
         planned = None if self._replan is None else self._replan()
         if planned is not None:
             self._take(planned)
@@ -240,7 +240,7 @@ class LivePlan:
 
     @property
     def planned(self) -> Planned:
-        """The micro-batch as it was planned. One that is planned later is planned now, on all ranks."""
+        """The planned micro-batch. If it was to be planned later, all ranks plan it now."""
         if isinstance(self._planned, PlannedLater):
             self._planned = self._planned.plan()
         return self._planned
@@ -256,7 +256,7 @@ class LivePlan:
 
     @property
     def posted(self) -> Posted | None:
-        """The plan as ranks without tokens have it; None if there are none."""
+        """The plan that ranks without tokens have; None if there are none."""
         return self.planned.posted
 
     @cached_property
@@ -271,11 +271,11 @@ class LivePlan:
         return self.lookup.kinds
 
     def end_forward_pass(self, trains: bool = False) -> None:
-        """Ends the forward pass, which may be one of training. Where no backward pass can follow, this rank waits for
-        the others here.
+        """Ends the forward pass, perhaps one of training. If no backward pass can follow, this rank waits for the
+        others here.
 
         Raises:
-            PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
+            PlanMismatchError, PeerLostError: no backward pass follows, and ranks ran different passes or one is lost.
         """
         moves = self.planned.moves
         crosses = moves is not None and moves.on_host.crosses
@@ -283,7 +283,7 @@ class LivePlan:
         attends_again = bool(self._layers.regions) and torch.is_grad_enabled()
         self.forward_pass.end(exchanges, attends_again=attends_again)
         self.use.trained |= trains
-        _register.keep(max(1, self.config.plans_in_flight - 1))  # now, and not when a pass is about to begin
+        _register.keep(max(1, self.config.plans_in_flight - 1))  # now, not when a pass is about to begin
 
     def retention(self, spec: AttentionSpec) -> Retention:
         """Returns the decisions about rows of layers that attend like this."""
@@ -311,7 +311,7 @@ class LivePlan:
 
 _register = PlanRegister()
 
-# Plans of the batches in flight, by number. `find_plan` returns any live plan; it raises PlanError if no batch and no
+# Plans of the batches in flight, by number. `find_plan` returns any live plan; it raises PlanError if no batch or
 # graph holds it any more.
 newest_plans: Mapping[int, LivePlan] = _register.newest
 find_plan = _register.find

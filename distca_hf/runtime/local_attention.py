@@ -1,11 +1,11 @@
 """Local attention: the same kernels on this rank's local rows, without a plan and without an exchange.
 
-"distca" computes it where a batch carries no plan: in evaluation, in generation with a KV cache, on one rank, and for
-padded batches.
+"distca" uses it for batches without a plan: in evaluation, in generation with a KV cache, on one rank, and for padded
+batches.
 
-Numbers of documents, tokens and padded places are in tensors, and no shape depends on them: rows that attend are taken
-inside the operator. So one compiled graph serves all lengths, and torch can record CUDA graphs between the operators
-(`mode="reduce-overhead"`).
+Numbers of documents, tokens and padded places are in tensors, and no shape depends on them: the operator itself
+selects the rows that attend. So one compiled graph serves all lengths, and torch can record CUDA graphs between the
+operators (`mode="reduce-overhead"`).
 
 Shape legend in `kernels.interface`.
 """
@@ -36,11 +36,11 @@ from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_reg
 class Documents(NamedTuple):
     """Documents of queries and of keys, one after the other; a document's last query stands at its last key.
 
-    In a compiled graph tensors are as long as they can get; places after the last one count for nothing.
+    In a compiled graph tensors have their maximum length; places after the last document are ignored.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 `[documents + 1]` offsets of queries and of keys.
-        sizes: int64 `[5]` on the CPU: documents, queries and keys of the longest one, query rows, key rows.
+        sizes: int64 `[5]` on the CPU: number of documents, most queries and most keys of one, query rows, key rows.
         query_rows, key_rows: int64, rows of the batch that are tokens, in order; None if all are.
     """
 
@@ -54,7 +54,7 @@ class Documents(NamedTuple):
     def of(
         cls, spans: Spans, query_rows: torch.Tensor | None = None, key_rows: torch.Tensor | None = None
     ) -> "Documents":
-        """Returns documents whose tensors are exactly as long as they have to be."""
+        """Returns documents with tensors exactly as long as needed."""
         rows = [0 if rows is None else len(rows) for rows in (query_rows, key_rows)]
         documents = len(spans.cu_seqlens_q) - 1
         sizes = torch.tensor([documents, spans.max_seqlen_q, spans.max_seqlen_k, *rows], device="cpu")
@@ -118,7 +118,7 @@ def _flash_attn_local_backward(
     spec: list[float],
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes gradients of q, k and v, zero in rows that are not tokens; deterministic ones if torch is told so."""
+    """Computes gradients of q, k and v, zero in rows that are not tokens; deterministic if torch is set so."""
     spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
     dout, q, out = (_taken(x, rows_q) for x in (dout_TNV, q_TNH, out_TNV))
     k, v, lse, how = _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), _taken(lse_NT, rows_q, dim=1), _spec(spec, spans)
@@ -142,7 +142,8 @@ def _kernel(name: str, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Te
 
 
 def _spec(numbers: list[float], spans: Spans) -> AttentionSpec:
-    """Returns the spec of a call. A window as long as every document is none: more kernels compute it then."""
+    """Returns the spec of a call. Drops a window at least as long as every document, because more kernels support
+    that."""
     spec = spec_of(*numbers)
     return without_window(spec) if spec.window_tokens >= spans.max_seqlen_k else spec
 
@@ -151,7 +152,7 @@ def _read(documents: Documents) -> tuple[Spans, torch.Tensor | None, torch.Tenso
     """Returns documents without the places after the last one, and rows of queries and of keys; None for all rows."""
     offsets_q, offsets_k, sizes, query_rows, key_rows = documents
     number, max_seqlen_q, max_seqlen_k, queries, keys = sizes.tolist()
-    if len(offsets_q) != number + 1:  # a view costs the host more than the question
+    if len(offsets_q) != number + 1:  # a view costs the host more than this check
         offsets_q, offsets_k = offsets_q[: number + 1], offsets_k[: number + 1]
     spans = Spans(offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
     return spans, None if query_rows is None else query_rows[:queries], None if key_rows is None else key_rows[:keys]
@@ -196,16 +197,16 @@ def flash_attn_local(
     kernel: str = "auto",
     sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns attention output `[T, N, V]`, which is differentiable, and log-sum-exp `[N, T]`; both zero in rows that
-    are not tokens.
+    """Returns attention output `[T, N, V]`, differentiable, and log-sum-exp `[N, T]`; both zero in rows that are not
+    tokens.
 
     Args:
         q_TNH, k_SGH, v_SGV: all rows of the batch.
-        spec: gradients are deterministic, too, if torch is told to be so.
-        kernel: name of one, or "auto".
+        spec: how to attend; gradients are also deterministic if torch is set so.
+        kernel: name of a kernel, or "auto".
         sinks_N: scores of the heads' sinks, differentiable.
 
     Raises:
-        UnsupportedAttentionError: no kernel can attend like this; names the option.
+        UnsupportedAttentionError: no kernel supports this; names the option.
     """
     return _local(q_TNH, k_SGH, v_SGV, *documents, [*spec], kernel, sinks_N)

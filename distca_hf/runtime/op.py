@@ -1,8 +1,8 @@
 """The operator: core attention as one `torch.library` operator with an explicit backward.
 
-Its name holds `flash_attn`, and its log-sum-exp is an output. Selective activation checkpointing (torch's own, and
-TRL's by name) then saves both, and recomputation neither exchanges nor attends again. The number of kept rows is an
-`unknown_size`, so that `torch.compile` traces the operator without a graph break.
+Its name contains `flash_attn`, and its log-sum-exp is an output. So selective activation checkpointing (torch's own,
+and TRL's by name) saves both outputs, and recomputation neither exchanges nor attends again. The number of kept rows
+is an `unknown_size`, which lets `torch.compile` trace the operator without a graph break.
 
 Shape legend in `kernels.interface`.
 """
@@ -22,9 +22,9 @@ from distca_hf.runtime.retention import Kept
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 
-# Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps; slot.
+# Output, log-sum-exp, and kept rows of other ranks: keys and values; queries, outputs and log-sum-exps; slot.
 OpOutputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# How many numbers an `AttentionSpec` has.
+# Number of fields of an `AttentionSpec`.
 NUM_SPEC_NUMBERS = len(AttentionSpec._fields)
 
 
@@ -45,7 +45,7 @@ def _flash_attn(
     needs_gradients: bool,
     sinks_N: torch.Tensor | None,
 ) -> OpOutputs:
-    """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
+    """Computes output, log-sum-exp `[T, N]`, and the received rows that are kept for backward (see `Kept`)."""
     plan, how, run = newest_plans.get(handle) or find_plan(handle), spec_of(*spec), current_run()
     if run is not None and not isinstance(run.region, RetainingRegion):
         run = None
@@ -59,7 +59,7 @@ def _flash_attn(
         if plan.posted is None or not plan.posted.runs_again(error):
             _add_place(error, plan, call, "forward")
             raise
-        # Until the end of the step all collectives of the framework must go on as they are.
+        # Until the end of the step all collectives of the framework must continue unchanged.
         (out, lse), kept = empty_layer_outputs(q_TNH, v_TGV), plan.retention(how).nothing(k_TGH)
         out.zero_()
         lse.zero_()
@@ -71,7 +71,7 @@ def _flash_attn(
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> OpOutputs:
-    """Returns empty outputs for graphs that are compiled. How many rows are kept is not known then.
+    """Returns empty outputs for compiled graphs, where the number of kept rows is unknown.
 
     Raises:
         UnsupportedAttentionError: a GPU would record the graph.
@@ -108,8 +108,8 @@ def _flash_attn_backward(
     """Computes gradients of q, k and v.
 
     Args:
-        spec: numbers of an `AttentionSpec`, and one more if there are sinks. Torch keeps compiled graphs on disk, by
-            only their forward: with another argument here, graphs of an earlier version would no longer run.
+        spec: numbers of an `AttentionSpec`, and one more if there are sinks. Torch caches compiled graphs on disk by
+            only their forward: with another argument here, cached graphs of an earlier version would no longer run.
     """
     plan = newest_plans.get(handle) or find_plan(handle)
     call = plan.forward_pass.backward_calls + 1
@@ -162,12 +162,12 @@ def flash_attn(
 
     Args:
         handle: number of the live plan, by which the operator finds it.
-        layer: number of the layer, on the host. It is a tensor because `torch.compile` makes graphs for each value of
-            an attribute that is a number, and one for all tensors.
+        layer: number of the layer, on the host. It is a tensor because `torch.compile` makes a graph for each value of
+            a number attribute, but one for all tensors.
         sinks_N: scores of the heads' sinks, differentiable.
 
     Raises:
-        UnsupportedAttentionError: no kernel can attend like this; names the option.
+        UnsupportedAttentionError: no kernel supports this; names the option.
     """
     needs_gradients = torch.is_grad_enabled() and (
         q_TNH.requires_grad

@@ -1,4 +1,4 @@
-"""Pass calls: what ranks expect of each other in a forward pass, from the pass before."""
+"""Pass calls: what ranks expect of each other in a forward pass, given the previous one."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class CallTensors(NamedTuple):
 
     @property
     def dtypes_in_words(self) -> str:
-        """The dtypes as text; one if all three are the same."""
+        """The dtypes as text; only one if all three are the same."""
         return str(self.dtypes[0]) if len(set(self.dtypes)) == 1 else ", ".join(map(str, self.dtypes))
 
     @property
@@ -30,13 +30,13 @@ class CallTensors(NamedTuple):
 
 
 class PassCalls(NamedTuple):
-    """Attention calls of a forward pass, and exchanges of layers with a state; without recomputed ones.
+    """Attention calls of a forward pass, and exchanges of layers with a state, without recomputed ones.
 
     Attributes:
         masks: mask of each call.
         tensors: dtypes and heads of each call.
         states: layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents
-            has the calls of the pass before.
+            keeps the previous pass's.
     """
 
     masks: list[Mask]

@@ -1,6 +1,6 @@
 """Pending traces: notes moments within the attention calls of a pass, and keeps them until the device is past them.
 
-In most steps nothing is noted: `UNTRACED` takes every call, and does nothing. Nothing waits for the device before
+In most steps nothing is noted: `UNTRACED` takes every call and does nothing. Nothing waits for the device until
 training has ended.
 """
 
@@ -26,13 +26,13 @@ Moment = int | torch.cuda.Event
 
 
 class PassTrace:
-    """Takes the moments of a pass, and does nothing. `NotedPass` notes them."""
+    """Takes the moments of a pass and does nothing; `NotedPass` notes them."""
 
     def begin(self, part: PassPart, layer: int, window_tokens: int) -> None:
         """Begins an attention call."""
 
     def spent(self, use: Spent) -> None:
-        """Ends a span of the call: the time since the moment before was spent on this."""
+        """Ends a span of the call: the time since the previous moment was spent on this."""
 
     def end_forward(self, backward_calls: int) -> None:
         """Ends the forward pass.
@@ -119,7 +119,7 @@ class NotedPass(PassTrace):
 
 
 def _us(begin: Moment, end: Moment) -> float:
-    """Returns microseconds between two moments, to a tenth."""
+    """Returns microseconds between two moments, rounded to a tenth."""
     if isinstance(begin, int) or isinstance(end, int):
         assert isinstance(begin, int)
         assert isinstance(end, int)
@@ -129,9 +129,9 @@ def _us(begin: Moment, end: Moment) -> float:
 
 log = get_logger(__name__)
 
-# Seconds in which a training that has ended waits for its device to pass the last traces.
+# Seconds for which a finished training waits for its device to pass the last traces.
 LAST_WAIT_SECONDS = 10.0
-# Passes that wait for their backward. Some never get one; of a pipeline there are as many as micro-batches in a step.
+# Passes that may wait for their backward. Some never get one; a pipeline has as many as micro-batches in a step.
 MOST_PENDING = 64
 
 RankBytes = tuple[tuple[int, int], ...]  # (rank, bytes)
@@ -143,12 +143,12 @@ class Pending:
     """A traced pass that is not written yet.
 
     Attributes:
-        trace: all that is known of it when it begins.
+        trace: everything known when the pass begins.
         noted: moments.
         device: of the model.
-        number: of this rank in the job.
+        number: number of this rank in the job.
         began: seconds of the host's clock.
-        step_seconds: until the next pass began; None before.
+        step_seconds: seconds until the next pass began; None before that.
     """
 
     trace: RankTrace
@@ -181,7 +181,7 @@ class PendingTraces:
         self._pending.append((file, pending))
 
     def write_complete(self) -> None:
-        """Writes passes whose backward has ended on the device; and the oldest, where none ever will."""
+        """Writes passes whose backward has ended on the device; if too many others wait, also the oldest."""
         complete = [one for one in self._pending if one[1].noted.is_complete]
         if len(self._pending) - len(complete) > MOST_PENDING:
             complete += [one for one in self._pending[:1] if one[1].noted.has_passed]
@@ -192,7 +192,8 @@ class PendingTraces:
         self._pending = [one for one in self._pending if one[1].noted.has_all_calls]
 
     def flush(self) -> None:
-        """Writes all that is left, when training has ended. Waits a little for the device, and for no other rank."""
+        """Writes everything that is left when training has ended. Waits briefly for the device, but not for other
+        ranks."""
         deadline = time.monotonic() + LAST_WAIT_SECONDS
         while self._pending and time.monotonic() < deadline:
             self._write([one for one in self._pending if one[1].noted.has_passed])
@@ -219,18 +220,18 @@ def bytes_of_layer(
     layers.
 
     Args:
-        plans: of this rank, by kind.
-        kinds: of the layers.
+        plans: plans of this rank, by kind.
+        kinds: kinds of the layers.
         token_bytes: of the model.
     """
     sent, received = Bytes(float), Bytes(float)
-    total = sum(kind.layers for kind in kinds) or 1  # a rank may hold no layers that attend
+    total = sum(kind.layers for kind in kinds) or 1  # a rank may hold no attention layers
     for plan in plans:
         layers = [kind.layers for kind in kinds if is_routed_by(kind, plan)]
         share = sum(layers) / total
         if not share:
             continue
-        # Keys and values, queries that move, and outputs, which go the other way.
+        # Keys and values, moving queries, and outputs, which go the other way.
         weight = share / plan.forward.rows_per_token
         for chunk in plan.forward.chunks:
             ways = (chunk.keys, token_bytes.key_value, 0), (chunk.queries, token_bytes.query, token_bytes.output)
@@ -242,7 +243,7 @@ def bytes_of_layer(
 
 
 def is_routed_by(kind: LayersTrace, plan: DeviceRankPlan) -> bool:
-    """Returns whether layers follow a routing: a window as long as all documents is none."""
+    """Returns whether layers follow a routing: a window as long as all documents counts as none."""
     window = 0 if kind.window_tokens >= plan.facts.longest_document_tokens else kind.window_tokens
     return window == (plan.facts.window_tokens or 0)
 
@@ -262,7 +263,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> MemoryUse:
-    """Returns the memory of this rank: of its GPU, as torch counts it, or of its process. Does not wait."""
+    """Returns this rank's memory: its GPU's, as torch counts it, or its process's. Does not wait."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return MemoryUse("GPU", torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device), total)

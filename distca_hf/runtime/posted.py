@@ -1,4 +1,4 @@
-"""Posted: a plan that ranks without tokens have, too, and what they are told of it. Without such ranks no plan is
+"""Posted: a plan that ranks without tokens also have, and what they are told about it. Without these ranks no plan is
 posted. See `distca_hf.servers`."""
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from distca_hf.traces import RankTrace
 
 
 class AnnouncedCall(NamedTuple):
-    """A call of attention that is about to exchange rows; `facts` are from the layers with its mask."""
+    """An attention call that is about to exchange rows; `facts` are from the layers with its mask."""
 
     q_TNH: torch.Tensor
     k_TGH: torch.Tensor
@@ -26,58 +26,58 @@ class AnnouncedCall(NamedTuple):
 
 
 class Posted(ABC):
-    """The plan of a micro-batch that was posted; each call of attention is announced to it.
+    """The posted plan of a micro-batch; each attention call is announced to it.
 
     Attributes:
         ranks: numbers of the ranks without tokens, in the order of the plan.
-        room_bytes: that rows may take on each of them until backward; None if there are none.
+        room_bytes: bytes that rows may take on each of them until backward; None if there are none.
     """
 
     ranks: tuple[int, ...] = ()
     room_bytes: float | None = None
 
     def runs_again(self, error: Exception) -> bool:
-        """Returns whether an error was the loss of one of them in a step that runs again. Until its end, attention
-        gives zeros and exchanges nothing."""
+        """Returns whether an error was the loss of one of them in a step that will run again. Until the step ends,
+        attention returns zeros and exchanges nothing."""
         return False
 
     @abstractmethod
     def again(self) -> Self:
-        """Posts the same plan once more, for one more pass."""
+        """Posts the same plan again, for another pass."""
 
     @abstractmethod
     def forward(self, call: AnnouncedCall, keeps: bool) -> int:
-        """Announces a call of forward. Returns the slot in which ranks without tokens keep received rows until
-        backward, if `keeps`; 0: they keep none."""
+        """Announces a forward call. If `keeps`, returns the slot in which ranks without tokens keep received rows
+        until backward; 0 if they keep none."""
 
     @abstractmethod
     def backward(self, call: AnnouncedCall, slot: torch.Tensor, has_sinks: bool, keeps: bool) -> bool:
-        """Announces a call of backward, and returns whether all ranks kept rows for it.
+        """Announces a backward call, and returns whether all ranks kept rows for it.
 
         Args:
-            slot: of the same call of forward, see `Kept`. Rows are kept for one backward pass: for a second one they
-                are sent again.
-            has_sinks: whether output and log-sum-exp are from rows with sinks.
+            slot: slot of the forward call, see `Kept`. Rows are kept for one backward pass, and sent again for a
+                second one.
+            has_sinks: whether output and log-sum-exp include sinks.
             keeps: whether this rank kept rows.
         """
 
     @abstractmethod
     def measured(self, kernel: Kernel, spec: AttentionSpec) -> Kernel:
-        """Returns a kernel for this rank's part of announced calls: it may be measured."""
+        """Returns a kernel for this rank's part of announced calls, which may be measured."""
 
     @abstractmethod
     def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
-        """Returns what notes the moments of a pass that begins. Ranks without tokens trace it, too, as `trace` of this
-        rank says, which has no calls yet."""
+        """Returns what notes the moments of a beginning pass. Ranks without tokens also trace it, following this
+        rank's `trace`, which has no calls yet."""
 
 
 class PostingTransport(ABC):
-    """Transport of a rank that trains, which also reaches ranks without tokens: plans are posted to them.
+    """Transport of a training rank that also reaches ranks without tokens, and posts plans to them.
 
     Attributes:
-        among_trainers: transport that reaches only the ranks that train.
+        among_trainers: transport that reaches only the training ranks.
         extra_ranks: ranks without tokens that take part now; None if there are none.
-        membership: number that is another one whenever other ranks take part.
+        membership: number that changes whenever other ranks take part.
     """
 
     among_trainers: Transport
@@ -90,10 +90,10 @@ class PostingTransport(ABC):
 
         Args:
             plan: None if no rank without tokens takes part.
-            num_chunks: chunks of its exchanges.
+            num_chunks: number of chunks of its exchanges.
         """
 
 
 def among_trainers(transport: Transport) -> Transport:
-    """Returns the transport that reaches only ranks that train."""
+    """Returns the transport that reaches only training ranks."""
     return transport.among_trainers if isinstance(transport, PostingTransport) else transport

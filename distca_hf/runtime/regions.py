@@ -1,18 +1,18 @@
-"""Regions: parts of a model that activation checkpointing runs in forward, and once more in backward.
+"""Regions: parts of a model that activation checkpointing runs in forward, and again in backward.
 
     forward         attention ── what is kept ──▶ region
     recomputation   attention ◀── what is kept ── region
 
-Checkpointing enters a context for each of the two (`context_fn` of `torch.utils.checkpoint.checkpoint`), and attention
-reads from it which region runs. Calls are matched by their order.
+Checkpointing enters a context for each of the two (`context_fn` of `torch.utils.checkpoint.checkpoint`), which tells
+attention the region that runs. Calls are matched by their order.
 
     RetainingRegion   keeps the rows that calls received: attention is computed again, without an exchange
     SavingRegion      keeps the outputs of calls: no kernel runs again, either
 
 Layers with a state are computed again in both, from the halos and summaries that they received.
 
-Torch's selective checkpointing saves outputs, too, with a mode that sees every operator of a layer, in Python. That
-costs the host more than attention does. Here only our operators look whether they are in a region.
+Torch's selective checkpointing also saves outputs, with a mode that sees every operator of a layer, in Python. That
+costs the host more than attention does. Here only our operators check whether they are in a region.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class Region(Protocol):
     """Keeps something of each attention call until recomputation."""
 
     def begin(self, recomputes: bool) -> None:
-        """Begins a run, forward or recomputation. With `retain_graph` there may be several recomputations."""
+        """Begins a run: forward or recomputation. With `retain_graph` there may be several recomputations."""
         ...
 
 
@@ -45,9 +45,9 @@ class RegionRun(Generic[AnyRegion]):
     """One run of a region: a context.
 
     Attributes:
-        region: what it is a run of.
+        region: region that it runs.
         recomputes: whether it is a recomputation.
-        outer: the run around this one while it is entered; None if there is none.
+        outer: the enclosing run while this one is entered; None if there is none.
     """
 
     def __init__(self, region: AnyRegion, *, recomputes: bool) -> None:
@@ -71,7 +71,7 @@ class RegionRun(Generic[AnyRegion]):
 _current: ContextVar[RegionRun[Any] | None] = ContextVar("distca_region", default=None)
 
 
-# Returns the innermost run that the caller's thread is in; None outside of our regions.
+# Returns the innermost run in the caller's thread; None outside our regions.
 current_run = _current.get
 
 
@@ -91,7 +91,7 @@ def check_call(number: int, num_calls: int, remedy: str) -> None:
 
 
 class SavingRegion:
-    """Keeps the outputs of its calls where they are.
+    """Keeps the outputs of its calls in place.
 
     Args:
         remedy: what to do if recomputation makes more calls than forward did.
@@ -107,7 +107,7 @@ class SavingRegion:
         self._taken = 0
 
     def save(self, outputs: Outputs) -> None:
-        """Keeps detached aliases: an operator's outputs get a history, which would hold the region in turn."""
+        """Keeps detached aliases: an operator's outputs get a history, which would in turn hold the region."""
         self._saved.append([(x.detach(), x._version) for x in outputs])
 
     def take(self) -> Outputs:
@@ -127,7 +127,7 @@ class SavingRegion:
 
 
 class RetainingRegion:
-    """Received rows of every attention call of a checkpointed region, None where they are not kept.
+    """Received rows of every attention call of a checkpointed region; None if they are not kept.
 
     Attributes:
         states: what layers with a state received.
@@ -163,8 +163,8 @@ class RetainingRegion:
 
 
 def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs], of_states: bool = False) -> Outputs:
-    """Returns the outputs of a call, computed or saved. A region around this one keeps them, too: its recomputation
-    runs forward of this one again.
+    """Returns the outputs of a call, computed or saved. An enclosing region also keeps them: its recomputation runs
+    forward of this one again.
 
     Args:
         of_states: whether a layer with a state calls, not attention.
@@ -181,7 +181,7 @@ def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs], of_s
 
 
 def is_saved(run: RegionRun[Any] | None, of_states: bool = False) -> bool:
-    """Returns whether the outputs of a call were saved in forward, so that `outputs_in` does not compute them."""
+    """Returns whether forward saved the outputs of a call: then `outputs_in` does not compute them."""
     if run is None or _saving(run, of_states) is None:
         return False
     return run.recomputes or is_saved(run.outer, of_states)

@@ -4,9 +4,9 @@ exchanges of both.
     owner ranks   rows of k, v ── KVDispatch ──▶ received rows ──▶ remote KV            computing ranks
                   dk, dv, summed ◀── KVGradCombine ── gradients of the remote KV
 
-A dispatch is started chunk by chunk and received chunk by chunk. A combine is started chunk by chunk, and
-received and finished once. Gradients of keys are summed in max(fp32, their dtype), and in a fixed order. First come
-local calls, then local rows of the remote KV, then chunk by chunk the ranks that computed, in order.
+A dispatch is started and received chunk by chunk. A combine is started chunk by chunk, and received and finished once.
+Gradients of keys are summed in max(fp32, their dtype), and in a fixed order. Local calls come first, then local rows
+of the remote KV, then the computing ranks in order, chunk by chunk.
 
 Shape legend in `kernels.interface`; rows are from `planning.pieces`.
 """
@@ -22,18 +22,18 @@ from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRou
 
 
 class PreparedKV:
-    """How rows of keys and values lie in alike layers, and the functions that copy and add them.
+    """Layout of rows of keys and values in alike layers, and the functions that copy and add them.
 
     Args:
         k, v: `[rows, G, H]`, `[rows, G, V]` of one of these layers.
-        routing: of forward, or of backward.
+        routing: routing of forward or of backward.
 
     Attributes:
-        width: elements of a row of keys and values side by side.
-        are_side_by_side: whether calls read keys and values of a row side by side. Then the strides of all heads of a
-            token must be alike.
-        come_in_order: whether rows are the remote KV as they are received, chunk by chunk.
-        kept_in_order: whether rows are the remote KV as they were kept.
+        width: elements of a row with keys and values side by side.
+        are_side_by_side: whether calls read keys and values of a row side by side. Then all heads of a token must have
+            equal strides.
+        come_in_order: whether received rows, chunk by chunk, already are the remote KV.
+        kept_in_order: whether kept rows already are the remote KV.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
@@ -60,7 +60,7 @@ class PreparedKV:
         )
 
     def to_send(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Returns the rows that are sent, side by side."""
+        """Returns the rows to send, side by side."""
         sent = k.new_empty((self._num_sent, self.width))
         if self._send is None:
             self._send = prepare_copy((k, v), self.routing.send_rows, (sent,), None)
@@ -68,7 +68,7 @@ class PreparedKV:
         return sent
 
     def put(self, received: torch.Tensor, rows: slice, remote_kv: tuple[torch.Tensor, ...]) -> None:
-        """Puts some received rows where calls read them, in the tensors of a remote KV."""
+        """Puts some received rows into the tensors of a remote KV, where calls read them."""
         came, bounds = some_rows(received, rows), (rows.start, rows.stop)
         copy = self._puts.get(bounds)
         if copy is None:
@@ -77,7 +77,7 @@ class PreparedKV:
         copy((came,), remote_kv)
 
     def put_kept(self, kept: torch.Tensor, remote_kv: tuple[torch.Tensor, ...]) -> None:
-        """Puts all rows that were received before where calls read them."""
+        """Puts all rows received before into the tensors of a remote KV."""
         if self._put_kept is None:
             self._put_kept = prepare_copy((kept,), None, remote_kv, self.routing.kept_to_remote_kv)
         self._put_kept((kept,), remote_kv)
@@ -90,7 +90,7 @@ class PreparedKV:
         Args:
             dk, dv: contiguous, of local rows.
             total_k, total_v: of the remote KV.
-            returned: `[sent rows, width]`, those that came back for rows that were sent.
+            returned: `[sent rows, width]`, gradients that came back for sent rows.
         """
         sums = self.routing.sums
         if not sums.rows.shape[0]:
@@ -119,11 +119,11 @@ def row_width(k: torch.Tensor, v: torch.Tensor) -> int:
 
 @dataclass(eq=False, slots=True)
 class RemoteKV:
-    """Keys and values that calls of this rank read.
+    """Keys and values that this rank's calls read.
 
     Attributes:
         k, v: `[remote-KV rows, G, H]`, `[remote-KV rows, G, V]`.
-        both: `[remote-KV rows, G * H + G * V]`, the memory of both if rows lie side by side.
+        both: `[remote-KV rows, G * H + G * V]`, the memory of k and v if their rows lie side by side.
     """
 
     k: torch.Tensor
@@ -132,8 +132,8 @@ class RemoteKV:
 
     @classmethod
     def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, prepared: PreparedKV) -> "RemoteKV":
-        """Returns a remote KV with the local rows that it holds of `k` and `v`; `received` rows follow."""
-        if not prepared.routing.remote_kv_rows:  # no call reads any; views cost the host
+        """Returns a remote KV with its local rows of `k` and `v`; `received` rows follow."""
+        if not prepared.routing.remote_kv_rows:  # no call reads any; views cost host time
             return cls(k, v, both=received)
         if prepared.come_in_order:
             return cls(*prepared.apart(received), both=received)
@@ -141,10 +141,10 @@ class RemoteKV:
 
     @classmethod
     def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, prepared: PreparedKV) -> "RemoteKV":
-        """Returns the whole remote KV from rows that were received before."""
+        """Returns the whole remote KV from rows received before."""
         if not prepared.routing.remote_kv_rows:
             return cls(k, v, both=kept)
-        kept = kept.contiguous()  # as it was; hooks of saved tensors may bring it back otherwise
+        kept = kept.contiguous()  # restores strides, which hooks of saved tensors may change
         if prepared.kept_in_order:
             return cls(*prepared.apart(kept), both=kept)
         remote_kv = cls._with_local_rows(k, v, prepared)
@@ -159,7 +159,7 @@ class RemoteKV:
         return remote_kv
 
     def put_received(self, received: torch.Tensor, rows: slice, prepared: PreparedKV) -> None:
-        """Puts some received rows where they are read."""
+        """Puts some received rows where calls read them."""
         if self.both is not received:
             prepared.put(received, rows, self._tensors)
 
@@ -187,8 +187,8 @@ class RemoteKV:
 
 
 class RemoteKVGradients:
-    """Gradients of a remote KV. Where two calls read the same rows, the smaller one adds to the gradients that the
-    larger one writes. Where more calls read them, all add, in max(fp32, dtype)."""
+    """Gradients of a remote KV. If two calls read the same rows, the smaller one adds to the gradients that the larger
+    one writes. If more calls read them, all add, in max(fp32, dtype)."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, prepared: PreparedKV) -> None:
         self._routing, self._dtype = prepared.routing, k.dtype
@@ -230,9 +230,9 @@ class KVDispatch:
     """Dispatch of keys and values to the ranks that read them.
 
     Args:
-        prepared: how rows lie and are copied in these layers.
+        prepared: how rows are laid out and copied in these layers.
         sends: whether any rank sends keys; otherwise there is nothing to receive.
-        received: rows of an earlier dispatch; they are put where they are read, and nothing is sent.
+        received: rows of an earlier dispatch, to put where calls read them; then nothing is sent.
 
     Attributes:
         sends: whether keys are sent now.
@@ -263,10 +263,10 @@ class KVDispatch:
             self._started.append(transport.exchange(chunk.keys.dispatch(self._sent, self.received, f"{where}, keys")))
 
     def receive(self, chunk: ChunkRouting, remote_kv: RemoteKV) -> None:
-        """Waits for a chunk, and puts its rows where they are read."""
+        """Waits for a chunk, and puts its rows where calls read them."""
         if self.sends:
             self._started.pop(0).wait()
-            if not self._started:  # rows on their way keep what they are part of
+            if not self._started:  # rows in flight keep the tensor that holds them
                 del self._sent
         if self._receives:
             remote_kv.put_received(self.received, chunk.keys.receive, self._prepared)
@@ -281,7 +281,7 @@ class KVGradCombine:
         self._returned = k.new_empty((prepared.routing.send_rows.shape[0], prepared.width))
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Sends the gradients of a chunk, which are complete."""
+        """Sends the complete gradients of a chunk."""
         if self._prepared.routing.exchanges:
             rows = self._gradients.rows_to_send(chunk.keys.receive)
             asked = chunk.keys.combine(rows, self._returned, f"{where}, key gradients")

@@ -1,11 +1,10 @@
-"""Remote queries of a layer: queries that other ranks hold and this one computes, from their dispatch to their
-combine.
+"""Remote queries of a layer: queries that other ranks hold and this one computes, from dispatch to combine.
 
     owner ranks   rows of q ── QueryDispatch ──▶ remote queries                                  computing ranks
                   outputs, log-sum-exps ◀── ResultCombine ── results; in backward gradients
 
-Made only where queries move. Their exchanges follow the keys', chunk by chunk. Tensors whose rows go the same
-way are sent side by side, as bytes: outputs are in the dtype of the model, log-sum-exps in fp32.
+They exist only if queries move. Exchanges follow the keys', chunk by chunk. Tensors whose rows go the same way are
+sent side by side, as bytes: outputs are in the dtype of the model, log-sum-exps in fp32.
 
 All tensors are `[rows, ...]`, rows as in `planning.pieces`. Shape legend in `kernels.interface`.
 """
@@ -26,7 +25,7 @@ from distca_hf.runtime.retention import Kept
 
 
 class RemoteQueries:
-    """What forward and backward do alike: queries come chunk by chunk, their results go back."""
+    """What forward and backward share: queries arrive chunk by chunk, and their results go back."""
 
     _dispatch: "QueryDispatch | None"
     _combine: "ResultCombine"
@@ -90,17 +89,16 @@ class ForwardRemoteQueries(RemoteQueries):
 
 
 class BackwardRemoteQueries(RemoteQueries):
-    """Remote queries in backward; results are gradients of queries. Rows of forward that were not kept are sent once
-    more.
+    """Remote queries in backward; results are gradients of queries. Forward's rows are sent again if they were not
+    kept.
 
-    Sinks are added by owner ranks. Kept results are without them, so log-sum-exps with sinks are sent with output
-    gradients.
+    Owner ranks add sinks. Kept results lack them, so log-sum-exps with sinks are sent with output gradients.
 
     Args:
         rows: of this rank.
-        kept: rows of forward; None: they are sent once more.
+        kept: rows of forward; None to send them again.
         spec: how backward attends.
-        has_sinks: whether log-sum-exps are from rows with sinks.
+        has_sinks: whether log-sum-exps include sinks.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class BackwardRemoteQueries(RemoteQueries):
             self._dispatch = QueryDispatch(rows, moves)
             dout, q, out, lse = self._dispatch.tensors
         else:
-            # As they were; hooks of saved tensors may bring them back with other strides.
+            # Restores strides, which hooks of saved tensors may change.
             q, out, lse = (x.contiguous() for x in (kept.remote_q, kept.remote_out, kept.remote_lse))
             if has_sinks:
                 self._dispatch = QueryDispatch([rows.dout, rows.lse], moves)
@@ -146,7 +144,7 @@ class QueryDispatch:
         tensors: `[rows, ...]` of this rank.
 
     Attributes:
-        tensors: `[remote-query rows, ...]` for each of them, with local rows of the same tasks; complete chunk by
+        tensors: `[remote-query rows, ...]` for each tensor, with local rows of the same tasks; complete chunk by
             chunk.
     """
 
@@ -170,14 +168,14 @@ class QueryDispatch:
         self._started.append(transport.exchange(asked))
 
     def receive(self, splits: ExchangeSplits) -> None:
-        """Waits for a chunk, and puts its rows where they are computed."""
+        """Waits for a chunk, and puts its rows where calls read them."""
         self._started.pop(0).wait()
         if not self._in_place:
             parts = _unpack(some_rows(self._received, splits.receive), self.tensors)
             places = some_rows(self._moves.received_to_queries, splits.receive)
             for part, tensor in zip(parts, self.tensors, strict=True):
                 copy_rows((part,), None, (tensor,), places)
-        if not self._started:  # rows on their way keep what they are part of
+        if not self._started:  # rows in flight keep the tensor that holds them
             del self._sent, self._received
 
 
@@ -194,7 +192,7 @@ class ResultCombine:
         self._like = _pack([x[:0] for x in tensors])
 
     def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
-        """Sends the results of a chunk, which are computed."""
+        """Sends the computed results of a chunk."""
         if self._moves.come_in_order:
             rows = [some_rows(x, splits.receive) for x in self._tensors]
         else:
@@ -219,8 +217,7 @@ class ResultCombine:
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns rows of several tensors side by side, as bytes; those with the largest elements first, so that all are
-    aligned where sizes permit."""
+    """Returns rows of several tensors side by side, as bytes; largest elements first, to align all if sizes permit."""
     if len(tensors) == 1:
         return tensors[0].flatten(1)
     rows = [x.flatten(1).contiguous().view(torch.uint8) for x in _largest_elements_first(tensors)]
@@ -228,7 +225,7 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _unpack(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors that were packed, with the row shapes and dtypes of `like`; views where they are aligned."""
+    """Returns the packed tensors, with the row shapes and dtypes of `like`; views if they are aligned."""
     if len(like) == 1:
         return [rows.view(len(rows), *like[0].shape[1:])]
     # row of bytes   | lse, fp32 | dout, bf16 | q, bf16 | out, bf16 |     largest elements first, as in `_pack`

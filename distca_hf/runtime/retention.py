@@ -3,11 +3,10 @@
     forward     attend ── keys and queries of other ranks ──┐          backward    attend again, without fetching them
                                                             └────────▶
 
-Kept until backward are received keys and values, and remote queries with their results. Where attention is recomputed,
-received rows of all layers may be kept until then. Otherwise the same rows would be sent once more, just when
-gradients and weights of sharded layers are sent, too. They take less memory than attention outputs: only rows of
-documents that span ranks, and no queries if all stay on their rank. Results of remote queries are computed and sent
-again.
+Ranks may keep received keys and values, and remote queries with their results, until backward. If attention is
+recomputed, received rows of all layers may be kept until then. Otherwise the same rows would be sent again, just when
+sharded layers send gradients and weights. They take less memory than attention outputs: only rows of documents that
+span ranks, and no queries if all stay on their rank. Results of remote queries are computed and sent again.
 
 Layers differ in how long they hold rows of other ranks:
 
@@ -16,8 +15,8 @@ Layers differ in how long they hold rows of other ranks:
 
 Both decisions are the same on all ranks and in all layers of a micro-batch, because fetching is an exchange.
 
-Ranks without tokens keep rows, too, where attention is not recomputed. They hold no graph, so every call of forward
-gets a number, its slot, under which they keep what they received. Backward names it.
+Ranks without tokens also keep rows if attention is not recomputed. They hold no graph, so every forward call gets a
+number, its slot, under which they keep what they received. Backward names the slot.
 """
 
 import math
@@ -39,10 +38,10 @@ Regions = tuple[tuple[Mask, ...], ...]
 
 
 class HeldLayers(NamedTuple):
-    """How many layers of one kind hold rows of other ranks, and when.
+    """Numbers of layers of one kind that hold rows of other ranks, and when.
 
     Attributes:
-        saved: layers that hold the rows that backward needs from forward on.
+        saved: layers that hold backward's rows from forward on.
         recomputed: all other layers; they attend again before their backward.
         together: most of the recomputed layers in one region; they hold the rows at the same time.
     """
@@ -81,25 +80,25 @@ class PassLayers(NamedTuple):
         total = sum(count for _, count in self.layer_masks)
         layers = sum(count for mask, count in self.layer_masks if counts(mask))
         of_regions = [sum(map(counts, masks)) for masks in self.regions]
-        calls = self.attention_calls / total  # of a layer: some models run a layer several times
+        calls = self.attention_calls / total  # calls per layer: some models run a layer several times
         recomputed = round(calls * sum(of_regions))
         saved = max(0 if recomputed else 1, round(calls * layers) - recomputed)
         return HeldLayers(saved, recomputed, max(of_regions, default=0))
 
 
-# Layers of a pass about which nothing is known.
+# Layers of an unknown pass.
 ONE_LAYER = PassLayers()
 
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """Rows of one layer that are kept until backward; empty tensors if they are not.
+    """One layer's rows that are kept until backward; empty tensors if not kept.
 
     Attributes:
         keys: `[rows, G * H + G * V]` received keys and values.
         remote_q, remote_out, remote_lse: `[remote-query rows, ...]`.
-        slot: `[number, 0]`, where ranks without tokens keep theirs under this number; 0: they keep none. Graphs carry
-            tensors to backward, and write to memory that nobody needs any more: so it has none.
+        slot: `[number, 0]`; ranks without tokens keep theirs under this number, or nothing if it is 0. Graphs carry
+            tensors to backward, and write to memory that nobody needs any more, so it has none.
     """
 
     keys: torch.Tensor
@@ -142,11 +141,11 @@ class Retention:
     Args:
         facts: of the layers with one mask.
         room_bytes: on each rank without tokens; None if there are none.
-        halos: retentions of the layers with windows, which are few rows and count before full layers'; None
-            for such a layer itself.
+        halos: retentions of the layers with windows, which have few rows and count before full layers'; None for a
+            layer with a window.
 
     Attributes:
-        layers: of the pass with its mask; set before each pass.
+        layers: layers of the pass with this mask; set before each pass.
         keeps: whether received rows are kept until backward; None before the first layer. On ranks without tokens
             it is set for each call.
     """
@@ -167,9 +166,9 @@ class Retention:
     def keeps_received(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
         """Returns whether this micro-batch keeps received rows until backward.
 
-        With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on
-        the rank that receives most. Of layers whose attention itself is recomputed, only one checkpointed region
-        do. Ranks without tokens must have room for them, and keep nothing where attention of some layer is recomputed:
+        With `kv_residency="auto"` it does if all layers that hold rows at the same time fit `kv_budget_gib` on the
+        rank that receives most. Among layers that recompute attention, only one checkpointed region holds rows at a
+        time. Ranks without tokens must also have room. They keep nothing if any layer recomputes attention: otherwise
         they would keep the rows of a pass that is never differentiated.
         """
         if self.keeps is None:
@@ -185,7 +184,7 @@ class Retention:
                 )
                 self.keeps = kept <= self._budget_bytes
                 if setting == "keep" and not self.keeps:
-                    # Python shows one text once. With exact bytes every micro-batch would have its own.
+                    # Python shows each text once. With exact bytes every micro-batch would have another text.
                     needed_bytes = 2 ** (kept - 1).bit_length()
                     warn(
                         f"kv_residency='keep': ranks without tokens have room for {self._room_bytes:.0f} bytes of "
@@ -198,8 +197,8 @@ class Retention:
         return self.keeps
 
     def waits_for_recomputation(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
-        """Returns whether received rows of all layers that recompute attention wait until then, next to those that
-        other layers keep until backward."""
+        """Returns whether received rows of all layers that recompute attention stay until then, in addition to the
+        rows that other layers keep until backward."""
         if self._waits is None:
             setting = self._config.kv_residency
             if setting == "auto" and self.keeps_received(q_TNH, k_TGH, v_TGV):
@@ -214,15 +213,15 @@ class Retention:
         return self._waits
 
     def nothing(self, k: torch.Tensor) -> Kept:
-        """Returns empty tensors, made once: new ones for each layer cost the host more."""
+        """Returns empty tensors, made once: new ones for each layer would cost the host more."""
         if self._nothing is None or self._nothing.keys.dtype != k.dtype:
-            with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
+            with torch.inference_mode(False):  # training may follow, and needs tensors outside inference mode
                 self._nothing = Kept.nothing(k)
         return self._nothing
 
     @property
     def _counted(self) -> "tuple[Retention, ...]":
-        """Layers that share the budget: those with this mask, and layers with windows as well."""
+        """Layers that share the budget: layers with this mask, and layers with windows."""
         return self, *(self._halos or ())
 
     @property
@@ -243,7 +242,7 @@ def received_bytes(facts: PlanFacts, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v
 
 
 def _most_bytes(facts: PlanFacts, k_TGH: torch.Tensor, v_TGV: torch.Tensor, query_bytes: int) -> int:
-    """Returns bytes of received keys and values, and of remote queries of `query_bytes` each, where these are most."""
+    """Returns bytes of received keys and values plus remote queries of `query_bytes` each, on the rank with most."""
     key_bytes = (k_TGH.shape[1:].numel() + v_TGV.shape[1:].numel()) * k_TGH.element_size()
     received = zip(facts.key_rows_received, facts.remote_query_rows, strict=True)
     most = max((keys * key_bytes + queries * query_bytes for keys, queries in received), default=0)

@@ -1,9 +1,10 @@
-"""Row moves on the device: rows of a pass go to the ranks whose layers compute them, and results come home.
+"""Row moves on the device: sends a pass's rows to the ranks whose layers compute them, and the results home.
 
 One all-to-all each way carries all tensors of the tokens side by side, as bytes. Backward goes the other way:
-gradients of results move in, gradients of inputs move home. A rank takes part in both whether or not it needs them.
+gradients of results move in, gradients of inputs move home. Each rank takes part in both, whether or not it needs
+them.
 
-Tensor ranks hold the same rows. Each of them sends its share of every row's bytes, and they join what they get.
+Tensor ranks hold the same rows. Each sends its share of every row's bytes, and they join what they receive.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.planning.row_moves import RowMoves
 
 
-# Bytes of the widest number: shares of tensor ranks are whole multiples, so that no number is divided.
+# Bytes of the widest number. Shares of tensor ranks are whole multiples, so no number is divided.
 NUMBER_BYTES = 8
 
 
@@ -30,8 +31,8 @@ class PinnedRowMoves:
     """Moves of this rank before their indices are copied to the device.
 
     Attributes:
-        moves: their numbers.
-        indices: all indices, one after the other; in memory that a GPU copies from while the host goes on.
+        moves: the moves on the host.
+        indices: all indices, one after the other; in memory from which a GPU copies while the host continues.
     """
 
     moves: RowMoves
@@ -39,7 +40,7 @@ class PinnedRowMoves:
 
     @classmethod
     def prepare(cls, moves: RowMoves, pin: bool) -> Self:
-        """Joins the indices, so that one copy takes them all; safe in a background thread."""
+        """Joins the indices for a single copy; safe in a background thread."""
         joined = torch.from_numpy(np.concatenate([moves.sent, moves.received, moves.positions]))
         return cls(moves, joined.pin_memory() if pin else joined)
 
@@ -55,7 +56,7 @@ class DeviceRowMoves:
     """Moves of this rank with their indices on the device.
 
     Attributes:
-        on_host: the same moves. For all others see `RowMoves`.
+        on_host: the same moves on the host. For all others see `RowMoves`.
     """
 
     on_host: RowMoves
@@ -68,14 +69,14 @@ class PassRows:
     """The rows of one forward pass, and of its backward pass.
 
     Args:
-        moves: of this rank.
+        moves: moves of this rank.
         transport: among the ranks that hold rows.
         shape: of the batch, `(B, L)`.
         where: names the pass in messages.
         before_backward: agrees with all ranks that they differentiate this pass.
 
     Attributes:
-        num_placed, num_tokens: rows that this rank's layers compute, and how many of them are tokens: the first ones.
+        num_placed, num_tokens: number of rows that this rank's layers compute; the first `num_tokens` are tokens.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class PassRows:
     def exchange(
         self, values: Sequence[torch.Tensor], goes_in: bool, phase: str, shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Moves `[rows, ...]` of all values in one exchange, to results of these shapes."""
+        """Moves `[rows, ...]` of all values in one exchange; results have these shapes."""
         taken, put, on_host = self._moves.sent, self._moves.received, self._moves.on_host
         counts = on_host.sent_counts, on_host.received_counts
         if not goes_in:
@@ -158,7 +159,7 @@ def _as_values(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch
     """Returns rows with the dtypes and shapes of other tensors from `[rows, bytes]` that hold them side by side."""
     widths = [value.shape[1:].numel() * value.element_size() for value in like]
     return [
-        # A copy, since `contiguous` returns a single row as it is, wherever its bytes begin.
+        # A copy, because `contiguous` returns a single row as it is, wherever its bytes begin.
         part.clone(memory_format=torch.contiguous_format).flatten().view(value.dtype).view(len(part), *value.shape[1:])
         for part, value in zip(joined.split(widths, dim=1), like, strict=True)
     ]
@@ -171,7 +172,7 @@ class _Move(torch.autograd.Function):
     def forward(
         ctx: Any, rows: PassRows, goes_in: bool, anchor: torch.Tensor | None, *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Moves rows. An anchor requires a gradient, so that backward runs even if no value needs one on this rank."""
+        """Moves rows. An anchor requires a gradient, so backward runs even if no value needs one on this rank."""
         ctx.rows, ctx.goes_in = rows, goes_in
         ctx.are_float = [value.is_floating_point() for value in values]
         ctx.shapes = [value.shape for value in values]

@@ -1,12 +1,12 @@
-"""Donors: the stacks of each rank, longest first, that it may move to others; short tails of documents are merged.
+"""Donors: the stacks of each rank that it may move to others, longest first; short tails of documents are merged.
 
 packed        rank 0 | d1[0:200K]           |
               rank 1 | d1[200K:201K] | d2 ..        1K queries would need 200K keys
 merged        the 1K queries are computed on rank 0, where the keys are, or some heads are
 
-A `Strategy` says which tails are merged, and settles other choices that a greedy pass cannot make by looking ahead. So
-several strategies are tried. `MovedBytes` counts what each candidate moves, and the next one's `Prices` follow.
-Queries that move cost their own bytes and their outputs', keys cost theirs once for each rank that reads them.
+A `Strategy` says which tails are merged, and settles other choices for which a greedy pass would have to look ahead.
+So several strategies are tried. `MovedBytes` counts what each candidate moves, and the next one's `Prices` follow.
+Queries that move cost their own bytes and their outputs' bytes. Keys cost theirs once for each rank that reads them.
 """
 
 from bisect import insort
@@ -32,10 +32,10 @@ class Strategy:
     Attributes:
         merge_below: maximum cost of moving the queries of a short tail, as a multiple of the cost of moving its keys.
             Below it the tail is merged with the part before it.
-        spare_room: whether a rank may be left with room, where using it up would cut a document so deep that too
-            many queries travel. It helps where many ranks have room.
-        merge_heads: fraction of the heads that are merged; all of them where the document goes on after the tail.
-        quiet_price: price of bytes that no rank with a surplus sends, relative to bytes that one sends.
+        spare_room: whether a rank may keep room if using it up would cut a document so deep that too many queries
+            travel. This helps if many ranks have room.
+        merge_heads: fraction of the heads that are merged; all of them if the document continues after the tail.
+        quiet_price: price of bytes not sent by a rank with a surplus, relative to bytes sent by one.
     """
 
     merge_below: float = 1.0
@@ -44,7 +44,7 @@ class Strategy:
     merge_heads: float = 1.0
 
 
-# Strategies in the order in which they are tried: each one wins most over the ones before it (measured).
+# Strategies in the order of trying: each gains most over the ones before it (measured).
 STRATEGIES = (
     Strategy(spare_room=True),
     Strategy(merge_below=2, quiet_price=1),
@@ -61,7 +61,7 @@ LOWEST_PRICE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """`[ranks]` prices of sending and of receiving a byte, without unit; relative to each other, about 1 at most."""
+    """`[ranks]` unitless prices of sending and of receiving a byte; relative to each other, about 1 at most."""
 
     send: list[float]
     receive: list[float]
@@ -73,7 +73,7 @@ class Prices:
         return cls(send, [quiet] * len(send))
 
     def of_queries(self, owner: int, rank: int, token_bytes: TokenBytes) -> float:
-        """Returns the price of computing one query on a rank: the query is sent there, its output is sent back."""
+        """Returns the price of computing one query on a rank: sending the query there, and its output back."""
         there = token_bytes.query * (self.send[owner] + self.receive[rank])
         return there + token_bytes.output * (self.send[rank] + self.receive[owner])
 
@@ -110,7 +110,7 @@ class Segments:
     def of(cls, layout: Layout) -> Self:
         """Sorts the segments of a layout."""
         key = (layout.segment_document << POSITION_BITS) + layout.segment_start
-        order = np.argsort(key, kind="stable")  # which takes little time where they are in order
+        order = np.argsort(key, kind="stable")  # fast if they are already in order
         return cls(key[order], layout.segment_start[order], layout.segment_stop[order], layout.segment_rank[order])
 
     def overlaps(
@@ -149,7 +149,7 @@ class MovedBytes:
     def count(
         cls, segments: "Segments", stacks: list[Stack], head_groups: int, token_bytes: TokenBytes, node_of: IntArray
     ) -> Self:
-        """Counts the bytes of a plan given as stacks of all documents whose queries may have moved. Other documents
+        """Counts the bytes of a plan, given as stacks of all documents whose queries may have moved. Other documents
         lie on one rank and move nothing.
 
         Args:
@@ -189,9 +189,9 @@ class DocumentsByRank:
 
     Attributes:
         spanning: documents that span ranks, and (start, stop, rank) of their segments.
-        whole, whole_tokens: all other documents and their lengths, by rank and longest first.
-        borders: `[ranks + 1]` where each rank's begin.
-        whole_work: `[ranks]` attended pairs of these.
+        whole, whole_tokens: all other documents and their lengths, by rank, longest first.
+        borders: `[ranks + 1]` where each rank's documents begin among these.
+        whole_work: `[ranks]` attended pairs of these documents.
 
     Args:
         held_work: `[ranks]` attended pairs of the tokens that ranks hold.
@@ -222,7 +222,7 @@ class Donors:
     Attributes:
         work: `[ranks]` pairs x head groups; merged tails count on the rank that computes them.
         spanning: stacks of documents that span ranks.
-        opened: stacks of whole documents, made so far.
+        opened: stacks of whole documents made so far.
 
     Args: see `merge_short_tails`.
     """
@@ -288,7 +288,7 @@ def merge_short_tails(
     Args:
         document: its number.
         segments: (start, stop, rank) of each segment, in order.
-        head_groups: groups that heads are divided into.
+        head_groups: groups into which heads are divided.
         strategy: the length of tails that are merged, and the number of their heads.
     """
     stacks: list[Stack] = []
@@ -316,7 +316,7 @@ def merge_short_tails(
 def _is_merged(
     start: int, stop: int, owner: int, rank: int, token_bytes: TokenBytes, prices: Prices, strategy: Strategy
 ) -> bool:
-    """Returns whether a tail [start, stop) is merged: its owner sends queries and keys to the rank of the keys before
-    it, and does not receive all of these."""
+    """Returns whether a tail [start, stop) is merged: instead of receiving all keys before it, its owner sends queries
+    and keys to the rank that holds these."""
     queries = (stop - start) * (prices.of_queries(owner, rank, token_bytes) + prices.of_keys(owner, rank, token_bytes))
     return queries < strategy.merge_below * start * prices.of_keys(rank, owner, token_bytes)

@@ -27,19 +27,19 @@ from distca_hf.planning.rebalance.head_stacks import (
 
 
 Amounts = dict[int, float]  # rank -> work
-# Bytes received that raise a rank's price of receiving by 1.0, as a multiple of the bytes that the busiest rank sends.
-# It is a tie-breaker: leftovers of many ranks are spread over several ranks.
+# Received bytes that raise a rank's price of receiving by 1.0, as a multiple of the bytes that the busiest rank sends.
+# A tie-breaker: it spreads the leftovers of many ranks over several ranks.
 RECEIVED_PER_PRICE = 6.0
-# Maximum number of stacks to choose from in one step, longest first: more change the choice rarely and cost time.
+# Maximum number of stacks to choose from in one step, longest first: more rarely change the choice, and cost time.
 LONGEST_STACKS = 3
-# Work of these stacks, as a multiple of the surplus, from which on shorter ones are left out.
+# Work of these stacks, as a multiple of the surplus, beyond which shorter ones are left out.
 ENOUGH = 1.6
 # Maximum number of ranks to choose from in one step: ranks with most room,
 RANKS_WITH_ROOM = 8
-# and ranks that hold or received keys of the document. More change the choice rarely and cost time.
+# and ranks that hold or received keys of the document. More rarely change the choice, and cost time.
 RANKS_WITH_KEYS = 6
-# Minimum ratio of the work still to move to a whole document's work. From there on the document moves to the rank of
-# the last move without a search, as its bytes hardly count.
+# Minimum ratio of the work still to move to a whole document's work. Above it the document moves to the rank of the
+# last move without a search, because its bytes hardly count.
 SHORT = 10
 
 
@@ -47,13 +47,13 @@ Offer = tuple[float, int, list[Column]]  # room, rank, columns of the stack for 
 
 
 def work_limits(total_work: int, num_ranks: int, speeds: Sequence[float] | None, tolerance: float) -> list[float]:
-    """Returns `[ranks]` most work of each rank: its share of all work, by speed, and the tolerance above it.
+    """Returns `[ranks]` most work of each rank: its share of all work by speed, plus the tolerance.
 
-    Every rank has the same tolerance, as a bound on the largest one. A tolerance only for receiving ranks would leave
-    the work that all of them lack on the rank that gives.
+    Every rank has the same tolerance, to bound the largest. With a tolerance only for receiving ranks, the giving rank
+    would keep the work that all of them lack.
 
     Raises:
-        ConfigError: not one speed for each rank, none above 0, or larger ones than a sum can have.
+        ConfigError: speeds are not one per rank, negative, all 0, or too large to sum.
     """
     speeds = [1.0] * num_ranks if speeds is None else [float(speed) for speed in speeds]
     if len(speeds) != num_ranks:
@@ -74,7 +74,7 @@ def work_limits(total_work: int, num_ranks: int, speeds: Sequence[float] | None,
 
 @dataclass(frozen=True, slots=True)
 class WorkGaps:
-    """Gaps between work and limits: `surplus` that ranks have to give, `room` that others may take."""
+    """Gaps between work and limits: `surplus` that ranks must give, `room` that others may take."""
 
     surplus: Amounts
     room: Amounts
@@ -125,7 +125,7 @@ class GreedyMoves:
     """A plan in the making: the queries that moved so far, and the keys that ranks have received.
 
     Args:
-        tile_tokens: cuts are multiples of this where such a cut exists, otherwise of 1.
+        tile_tokens: cuts are multiples of this if possible, otherwise of 1.
         negligible_work: surplus and room up to this are ignored.
         busy_bytes: estimate of the bytes that the busiest rank sends.
         spare_room: see `Strategy`.
@@ -155,7 +155,7 @@ class GreedyMoves:
             self._prefixes.setdefault(stack.document, {})[stack.rank] = keys
 
     def balance(self, surplus: Amounts, room: Amounts) -> None:
-        """Moves work until no surplus is left that ranks have to give, or no room that others may take."""
+        """Moves work until no rank has surplus to give, or no rank has room to take it."""
         # Givers are a heap, largest surplus first; takers are sorted, most room last. One move changes one of each.
         givers = [(-amount, rank) for rank, amount in surplus.items() if amount > self._negligible]
         takers = sorted((amount, rank) for rank, amount in room.items() if amount > self._negligible)
@@ -164,7 +164,7 @@ class GreedyMoves:
             amount, giver = heapq.heappop(givers)
             found = self._cheapest(giver, -amount, takers, room, self._tile_tokens)
             found = found or self._cheapest(giver, -amount, takers, room, 1)
-            if found is None:  # nothing that it holds fits any room: it keeps its surplus
+            if found is None:  # it holds nothing that fits any room: it keeps its surplus
                 continue
             self.steps += 1
             stack, cut, taker = found
@@ -179,14 +179,14 @@ class GreedyMoves:
                 heapq.heappush(givers, (amount + moved, giver))
 
     def evict(self, rank: int, room: Amounts) -> None:
-        """Moves everything that is left on a rank to the rank with most room."""
+        """Moves everything left on a rank to the rank with most room."""
         while stacks := self.donors.longest(rank, LONGEST_STACKS):
             for stack in stacks:
                 taker = max(room, key=lambda other: (room[other], -other))
                 room[taker] -= self._move_all(stack, taker)
 
     def _hand_over(self, giver: int, taker: int, most: float) -> int:
-        """Moves a rank's next documents to the same rank, while they are short compared with the work to move; returns
+        """Moves a rank's next documents to the same rank while they are short compared with the work to move; returns
         their work."""
         handed = 0
         while stacks := self.donors.longest(giver, 1):
@@ -196,7 +196,7 @@ class GreedyMoves:
         return handed
 
     def _move_all(self, stack: Stack, taker: int) -> int:
-        """Moves all queries that are left of a stack; returns their work."""
+        """Moves all remaining queries of a stack; returns their work."""
         heads = [head for head, top in enumerate(stack.tops) if top > stack.start]
         rows = sum(stack.tops[head] - stack.start for head in heads)
         return self._move(stack, Cut(0.0, heads, stack.start, rows, rows), taker)
@@ -277,7 +277,7 @@ class GreedyMoves:
 
 
 def busiest_bytes(donors: Donors, surplus: Amounts, token_bytes: TokenBytes) -> float:
-    """Estimates the bytes that the busiest rank has to send, if it may cut its longest stacks anywhere."""
+    """Estimates the bytes that the busiest rank must send, if it may cut its longest stacks anywhere."""
     busiest = 1.0
     for rank, work in surplus.items():
         tops = [top for stack in donors.longest(rank, LONGEST_STACKS) for top in stack.tops if top > stack.start]

@@ -1,6 +1,6 @@
 """Stacks: the queries of one document on one rank, piled up from first to last for every head group, and cuts of them.
 
-A query late in its document attends the most keys for the same bytes, so queries leave from the top:
+A query late in its document attends to the most keys for the same bytes, so queries leave from the top:
 
     position   stop ┬────┬────┬────┬────┐
                     │ r2 │ r2 │ r3 │    │   head groups 0 and 1 down to `cut` moved to rank 2, group 2 to rank 3;
@@ -9,8 +9,8 @@ A query late in its document attends the most keys for the same bytes, so querie
               start └────┴────┴────┴────┘
                head    0    1    2    3
 
-A cut is the heads of a stack that move to a rank, and the position down to which their queries move. Heads that are
-cut together are cut at one position: there the next query of each costs the same.
+A cut is the heads of a stack that move to a rank, and the position down to which their queries move. Heads cut
+together are cut at one position: there the next query of each costs the same.
 """
 
 from dataclasses import dataclass, field
@@ -33,18 +33,18 @@ Column = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class Stack:
-    """Queries [start, stop) of a document on `rank`, and the ones among them that it gave to other ranks.
+    """Queries [start, stop) of a document on `rank`, including those it gave to other ranks.
 
     Attributes:
         document, rank, start, stop: the queries, and the rank that computes all of them at first.
         own_stop: end of the tokens that the rank holds; later ones were merged (see `donors.merge_short_tails`).
         holders: ranks that hold tokens of the document; empty if `rank` holds all of them.
-        tops: `[head_groups]` end of each head's queries that are left.
-        mask: keys that queries attend.
-        place: order of equally long stacks. It depends on the layout, not on the numbers of documents.
+        tops: `[head_groups]` end of each head's remaining queries.
+        mask: keys to which queries attend.
+        place: order among equally long stacks. It depends on the layout, not on the numbers of documents.
         moves: queries that were given away.
-        pairs_before_tops: `[head_groups]` attended pairs of the document's queries before each top; empty until they
-            are counted by `count_pairs`.
+        pairs_before_tops: `[head_groups]` attended pairs of the document's queries before each top; empty until
+            `count_pairs` counts them.
     """
 
     document: int
@@ -63,7 +63,7 @@ class Stack:
     def count_pairs(self) -> list[int]:
         """Counts pairs before the start and before each top, once; returns the latter."""
         if not self.pairs_before_tops:
-            if self.tops.count(self.stop) == len(self.tops):  # as of nearly every stack before its first move
+            if self.tops.count(self.stop) == len(self.tops):  # like nearly every stack before its first move
                 self.pairs_before_tops = [self.mask.pairs_before(self.stop)] * len(self.tops)
             else:
                 self.pairs_before_tops = [self.mask.pairs_before(top) for top in self.tops]
@@ -71,7 +71,7 @@ class Stack:
         return self.pairs_before_tops
 
     def pairs_left(self) -> int:
-        """Counts attended pairs x head groups of the queries that are left."""
+        """Counts attended pairs x head groups of the remaining queries."""
         return sum(self.count_pairs()) - len(self.tops) * self.pairs_before_start
 
     @property
@@ -89,7 +89,7 @@ class Stack:
         return pairs
 
     def parts(self) -> list[Move]:
-        """Lists all queries of the stack: ranges that moved, and ranges that are left."""
+        """Lists all queries of the stack: ranges that moved, and remaining ranges."""
         start, rank = self.start, self.rank
         return self.moves + [(head, start, top, rank) for head, top in enumerate(self.tops) if top > start]
 
@@ -103,13 +103,13 @@ Range = tuple[int, int, int]  # start, stop, rank
 
 
 def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int, mask: Mask) -> Tasks:
-    """Makes the tasks of a layout: documents with stacks as these say, all others on their owner ranks.
+    """Makes the tasks of a layout. Stacks place their documents; all others stay on their owner ranks.
 
-    A document gets tasks of single head groups only if its groups are cut or moved differently.
+    A document gets tasks of single head groups only if its groups were cut or moved differently.
     """
     in_place = plan_in_place(layout, mask=mask).tasks
 
-    # 1. Documents with stacks: ranges of each head, joined where neighbours have one rank.
+    # 1. Documents with stacks: ranges of each head, joined if neighbours have the same rank.
     by_document: dict[int, list[list[Range]]] = {}
     for stack in stacks:
         heads = by_document.setdefault(stack.document, [[] for _ in range(head_groups)])
@@ -164,11 +164,11 @@ class Terms(NamedTuple):  # made for every rank that might take queries: a data 
     """Work and prices of a possible move to one rank.
 
     Attributes:
-        work: pairs x head groups to move, or all there are if fewer.
+        work: pairs x head groups to move; all of them if there are fewer.
         round_down: whether to round the position down to a tile and move too much, or up and move too little.
         query, key: price of one row.
-        whole_head: price saved for each head that moves down to the stack's start: the old rank then needs no keys
-            of other ranks for it.
+        whole_head: price saved for each head that moves down to the stack's start: for this head the old rank then
+            needs no keys of other ranks.
     """
 
     work: float
@@ -179,9 +179,9 @@ class Terms(NamedTuple):  # made for every rank that might take queries: a data 
 
 
 def columns_without_keys(stack: Stack) -> list[Column]:
-    """Returns one column for each head with queries left, highest first, for a rank without rows of the document.
+    """Returns a column for each head with remaining queries, highest first, for a rank without rows of the document.
 
-    Queries that were merged into the stack travel in any case, and so do their keys: they cost nothing more here.
+    Queries that were merged into the stack travel in any case, and so do their keys: they add no cost here.
     """
     columns = []
     for head, top in enumerate(stack.tops):
@@ -197,7 +197,7 @@ def columns_with_keys(stack: Stack, rank: int, prefixes: list[int]) -> list[Colu
     """Returns the columns for a rank that holds or received rows of the document, fewest lacking keys first.
 
     Args:
-        prefixes: `[head_groups]` keys of the document's beginning that it has received, of each head.
+        prefixes: `[head_groups]` keys of the document's beginning that it has received for each head.
     """
     columns = []
     held = stack.holders.get(rank, [])
@@ -227,13 +227,13 @@ class CommonCut(NamedTuple):
     area: float
 
     def keys_sent_again(self, position: int, mask: Mask) -> float:
-        """Estimates the keys that a cut higher than this one sends, and that the deeper cut to follow sends again."""
+        """Estimates the keys that a cut above this one sends, and that a later, deeper cut sends again."""
         mean_keys = mask.area(position) / position
         return position - self.area / mean_keys
 
 
 def _on_tile(position: int, start: int, tile_tokens: int, round_down: bool) -> int:
-    """Rounds a position to a multiple of the tile; one below the stack's start to the start."""
+    """Rounds a position to a multiple of the tile, but not below the stack's start."""
     if position <= start:
         return start
     rounded = position - position % tile_tokens
@@ -252,16 +252,15 @@ def cheapest_cut(
     price_limit: float,
 ) -> Cut | None:
     """Finds the cut with the lowest price for its work. A cut takes the first heads of a list down to one position.
-
     Equal positions are best: there the next query of every head costs the same for its work. A cut above `common_cut`
-    is charged for keys that a later, deeper cut will send again.
+    also pays for keys that a later, deeper cut will send again.
 
     Args:
         columns: heads in the order in which they are taken.
         tile_tokens: positions are multiples of this, or the stack's start.
-        common_cut: cut by which the surplus would leave if all heads were cut alike.
-        spare_room: whether to consider cuts at `common_cut`, which move less work than asked for.
-        price_limit: upper bound, exclusive, of the price for its work; None is returned where no price is below.
+        common_cut: cut that would move the surplus if all heads were cut alike.
+        spare_room: whether to consider cuts at `common_cut`, which move less work than requested.
+        price_limit: exclusive upper bound of the price for its work; if no price is below it, returns None.
     """
     work, round_down, query_price, key_price, whole_head = terms
     start, common_position = stack.start, common_cut.position
@@ -272,7 +271,7 @@ def cheapest_cut(
     lowest, best_price = columns[0][1], float("inf")
     best: tuple[int, int, int] | None = None
     for count, (lack, top, travel, head) in enumerate(columns, 1):
-        # 1. The position at which so many heads, cut alike, move the work.
+        # 1. The position at which this many heads, cut alike, move the work.
         pairs += pairs_before_tops[head]
         lacks += lack
         travels += travel

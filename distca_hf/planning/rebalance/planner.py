@@ -2,8 +2,8 @@
 
 Tokens stay where they are. Ranks with more than their share of the work give queries to others. They give the latest
 queries of some heads of their longest documents: these have most work for the same bytes. `head_stacks` finds the
-heads and the position of one move, `greedy` makes one move after another. A greedy pass is fast and cannot look ahead.
-So several candidates are made, by different strategies. Their bytes are counted exactly, and the best is kept.
+heads and the position of one move, `greedy` makes one move after another. A greedy pass is fast but cannot look ahead.
+So several strategies make candidates. Their bytes are counted exactly, and the best one is kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,22 +30,22 @@ from distca_hf.planning.rebalance.head_stacks import Stack, tasks_of
 # Maximum work of a rank above its share, as a fraction of the share. The last two percent cost bytes and no longer
 # show in the time of a step.
 TOLERANCE = 0.023
-# Number of stacks in a candidate from which on no further one is tried: its documents are short, and strategies differ
+# Number of stacks in a candidate from which on no other is tried: its documents are short, and strategies differ only
 # in long documents.
 MANY_DOCUMENTS = 4096
-# Maximum number of greedy steps of all candidates together, per rank: bounds the time of planning.
+# Maximum number of greedy steps of all candidates together, per rank: this bounds the time of planning.
 STEPS_PER_RANK = 8
-# Ratio of the largest rank's bytes to their estimated minimum up to which no further candidate is tried.
+# Ratio of the largest rank's bytes to their estimated minimum up to which no other candidate is tried.
 GOOD_ENOUGH = 1.02
 # Number of ranks up to which all candidates are tried, whatever their ratio: they take a few milliseconds.
 SMALL_WORLD = 16
 # Maximum ratio of the largest rank's bytes of a node-aware candidate to the best candidate's.
 NEARLY_AS_GOOD = 1.05
-# Factor between tolerances that are tried where bytes are limited; it ends at the one that moves nothing.
+# Factor between the tolerances to try if bytes are limited; they end at the one that moves nothing.
 TOLERANCE_GROWS = 2
 # Halvings between the last tolerance that did not fit and the first that did: the result is within 1/64 of their gap.
 HALVINGS = 6
-# Number of strategies that are tried for each of these tolerances: time is short, and later ones win little.
+# Number of strategies to try for each of these tolerances: time is short, and later ones gain little.
 STRATEGIES_IN_NEED = 2
 # Maximum work of one tile of the longest document, as a fraction of the mean work of the ranks. Cuts on coarser tiles
 # would leave ranks unequal by more. Tiles are halved from `TILE_TOKENS` until they are below it.
@@ -56,13 +56,13 @@ NEGLIGIBLE_SHARE = 0.002
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan, as stacks, and the numbers that it is compared by. Stacks and bytes are made when they are first read.
+    """A plan, as stacks, and the numbers by which it is compared. Stacks and bytes are made when first read.
 
     Attributes:
-        strategy, prices: the ones it was made with.
+        strategy, prices: used to make it.
         overload: largest work of a rank above its limit and above the error that cuts on whole tiles allow.
-        busy_bytes: estimate of the fewest bytes that the rank with the largest surplus has to send.
-        steps: moves that were made.
+        busy_bytes: estimate of the fewest bytes that the rank with the largest surplus must send.
+        steps: number of moves.
         make_stacks: makes `stacks`.
         count_bytes: counts `moved` from them.
     """
@@ -87,7 +87,7 @@ class Candidate:
 
 
 class Candidates:
-    """Maker of candidates for one layout. Arguments: see `plan_by_moving`."""
+    """Makes candidates for one layout. Arguments: see `plan_by_moving`."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Candidates:
 
     def move(self, strategy: Strategy, tolerance: float) -> Candidate:
         """Makes the candidate in which ranks give their surplus over their limit. Strategies that merge the same tails
-        and are equal otherwise share one."""
+        and are otherwise equal share one."""
         limits = self._limits(tolerance)
         held = (self._held_work * self._head_groups).tolist()
         gives = [work > limit for work, limit in zip(held, limits, strict=True)]
@@ -161,7 +161,7 @@ class Candidates:
         return self._made[key]
 
     def move_again(self, last: Candidate, tolerance: float) -> Candidate:
-        """Makes a candidate by prices that follow from the last candidate's bytes."""
+        """Makes a candidate with prices that follow from the last candidate's bytes."""
         prices = last.prices.follow(last.moved.sent.tolist(), last.moved.received.tolist())
         donors = self._donors(prices, last.strategy)
         return self._balanced(last.strategy, prices, donors, self._limits(tolerance), node_aware=False)
@@ -193,7 +193,7 @@ class Candidates:
         self, strategy: Strategy, prices: Prices, donors: Donors, limits: list[float], node_aware: bool
     ) -> Candidate:
         """Moves work until all ranks are within their limits."""
-        # 1. Largest surplus first; with `node_aware` between nodes, then inside of each.
+        # 1. Largest surplus first; with `node_aware` between nodes, then inside each.
         gaps = WorkGaps.of(donors.work, limits)
         busy_bytes = busiest_bytes(donors, gaps.surplus, self._token_bytes)
         moves = GreedyMoves(
@@ -240,20 +240,20 @@ def plan_by_moving(
     mask: Mask = CAUSAL_MASK,
     tolerance: float = TOLERANCE,
 ) -> Plan:
-    """Plans a layout so that no rank computes more than its share, the tolerance, and a tile of the longest document.
+    """Plans a layout: no rank computes more than its share plus the tolerance and a tile of the longest document.
 
-    Among such plans it seeks the one whose largest rank sends or receives fewest bytes.
+    Among these plans it seeks the one whose largest rank sends or receives fewest bytes.
 
     Args:
         layout: ranks, and the tokens that each of them holds.
-        head_groups: groups that heads may be divided into; 1 keeps heads together.
-        topology: ranks that share a node. Of candidates that are nearly as good, the one with fewest bytes between
-            nodes is taken.
+        head_groups: groups into which heads may be divided; 1 keeps heads together.
+        topology: ranks that share a node. Among nearly equal candidates, the one with fewest bytes between nodes is
+            chosen.
         token_bytes: bytes of one token in one layer.
         speeds: `[ranks]` relative speeds; a rank of speed 0 computes nothing. By default all are equal.
         bytes_limit: most bytes that a rank may send, and most that it may receive, in one layer forward. Under a tight
             limit, work is balanced as well as it permits.
-        mask: keys that queries attend.
+        mask: keys to which queries attend.
         tolerance: most work of a rank above its share, as a fraction of the share.
 
     Raises:
@@ -285,11 +285,11 @@ def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tol
         best, steps = _better(best, tried), steps + tried.steps
         if _suffices(best, good_enough) or steps > most_steps:
             break
-    else:  # once more, with prices that follow from the bytes of the best
+    else:  # again, with prices that follow from the bytes of the best
         best = _better(best, candidates.move_again(best, tolerance))
     if topology is None or topology.num_nodes == 1:
         return best
-    # A node-aware candidate is preferred if it is nearly as good for the largest rank and moves less between nodes.
+    # Prefer a node-aware candidate if it is nearly as good for the largest rank and moves less between nodes.
     aware = candidates.move_by_nodes(best, tolerance)
     if aware.overload > best.overload or aware.moved.largest_rank > NEARLY_AS_GOOD * best.moved.largest_rank:
         return best
@@ -297,14 +297,14 @@ def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tol
 
 
 def _better(one: Candidate, other: Candidate) -> Candidate:
-    """Returns the candidate with the smaller overload. Of equal ones bytes decide: the largest rank's, then all."""
+    """Returns the candidate with the smaller overload. If equal, bytes decide: the largest rank's, then all."""
     if one.overload != other.overload:
         return min(one, other, key=lambda candidate: candidate.overload)
     return min(one, other, key=lambda candidate: (candidate.moved.largest_rank, int(candidate.moved.sent.sum())))
 
 
 def _suffices(candidate: Candidate, good_enough: float) -> bool:
-    """Checks whether further candidates would win next to nothing, or would take too long."""
+    """Returns whether further candidates would gain next to nothing, or take too long."""
     if len(candidate.stacks) > MANY_DOCUMENTS:
         return True
     return candidate.overload == 0 and candidate.moved.largest_rank <= good_enough * candidate.busy_bytes
