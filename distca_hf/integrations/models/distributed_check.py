@@ -164,8 +164,8 @@ def refused_distribution(model: nn.Module) -> Iterator[str]:
 
 
 def _undivided_heads(model: nn.Module, tensor: int) -> Iterator[str]:
-    """Yields the first layer whose heads the tensor ranks cannot divide evenly. Transformers would fail at a reshape in
-    the first forward pass."""
+    """Yields the first layer whose heads the tensor ranks cannot divide evenly. Transformers would fail in the first
+    forward pass, at a reshape."""
     if heads_divided_by(model) == 1:
         return
     for layer, heads in whole_heads_of_layers(model).items():
