@@ -160,7 +160,7 @@ def distca_attention(
     kernel = "auto" if settings is None else settings.kernel
     if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
         _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
-    if chunked:  # documents are cut where chunks begin
+    if chunked:  # documents are cut at the beginnings of chunks
         spec = AttentionSpec(scale, True, 0, softcap or 0.0, deterministic)
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel, s_aux)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None

@@ -36,7 +36,7 @@ from distca_hf.runtime.retention import Regions
 from distca_hf.telemetry import get_logger
 
 
-# Torch rounds pinned memory up to a power of two. Pieces of such a size waste hardly any.
+# Torch rounds pinned memory up to a power of two. Pieces of this size waste hardly any.
 PIECE_BYTES = 2**26
 
 

@@ -302,7 +302,7 @@ def kernel_needs(model: PreTrainedModel, longest_document_tokens: int) -> dict[K
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
     layers_of_need: dict[KernelNeed, list[str]] = {}
     for name, mask in masks_of_layers(model).items():
-        window = 0 if mask.chunked else mask.window_tokens or 0  # calls are cut where chunks begin
+        window = 0 if mask.chunked else mask.window_tokens or 0  # calls are cut at the beginnings of chunks
         shorter = window if window < longest_document_tokens else 0
         layers_of_need.setdefault(KernelNeed(heads_of_layer[name], shorter, softcap), []).append(name)
     return layers_of_need

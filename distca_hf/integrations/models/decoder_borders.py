@@ -199,7 +199,7 @@ class DecoderBorders:
         if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
         columns = self._columns_of(plan, moving, positions, given, crosses=moves.on_host.crosses)
-        # Positions and other whole numbers are side by side, so that one index picks all numbers of a row.
+        # Positions and other whole numbers are side by side: one index then picks all numbers of a row.
         numbers = {name: moving.pop(name) for name in [*moving] if _is_whole_number(moving[name])}
         moving[NUMBERS] = torch.stack([*positions.expand(columns.position_rows, -1), *numbers.values()], dim=1)
         if columns.deep_layers:
@@ -222,7 +222,7 @@ class DecoderBorders:
         rows, self._rows = self._rows, None
         if rows is None:
             return None
-        self._check_calls(plan)  # rows of a rank that left out a layer would arrive in another layer
+        self._check_calls(plan)  # if a rank left out a layer, its rows would arrive in that layer of others
         found = {id(value): value for value in _of_tokens(output, rows.num_placed)}
         return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
 

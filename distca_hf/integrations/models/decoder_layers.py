@@ -125,7 +125,7 @@ def _of_rank(heads: Heads, ranks: int) -> Heads:
 
 
 def _heads_of_config(model: nn.Module) -> Heads:
-    """Returns the heads of all layers. If layers differ, Transformers raises an error for the first number."""
+    """Returns the heads of all layers. If layers differ, Transformers refuses to give the first number."""
     number = transformers_model(model).config.get_text_config().num_attention_heads
     return Heads.of_config(_config(model, "num_key_value_heads", "hidden_size", "head_dim") | {NUMBER: number})
 

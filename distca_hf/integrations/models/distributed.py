@@ -1,6 +1,6 @@
 """A model that Transformers divided between ranks when it was loaded (`DistributedConfig`): its mesh, and its plan.
 
-Transformers keeps both in private attributes, which most of its releases do not have yet. Only this module reads them:
+Transformers keeps both in private attributes, which most of its releases lack. Only this module reads them:
 
 | Transformers | mesh |
 |---|---|

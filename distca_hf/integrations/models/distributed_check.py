@@ -54,8 +54,8 @@ def check_distribution(model: nn.Module) -> ModelMesh | None:
 
 
 def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
-    """Makes a context follow the mesh that a model is divided over, after all checks. Does nothing if Transformers did
-    not divide the model.
+    """Runs all checks, then makes a context follow the mesh that a model is divided over. Leaves it unchanged if
+    Transformers did not divide the model.
 
     Raises:
         ConfigError: as `check_distribution`; or a loader, a model or the user has divided the ranks differently.

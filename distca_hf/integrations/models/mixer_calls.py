@@ -169,7 +169,7 @@ class GiveDocuments:
     """A hook of a layer: gives the documents of the pass to the layer's mixers.
 
     Args:
-        by_mask: whether the layer does not pass keywords on, so that ours takes the place of the mask.
+        by_mask: whether ours takes the place of the mask, because the layer does not pass keywords on.
     """
 
     def __init__(self, layer_name: str, mixers: list[Apart], by_mask: bool) -> None:

@@ -215,7 +215,7 @@ class MixerWatch:
         return {KEYWORD: self._rows}
 
     def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
-        """Returns further keywords for a pass of this rank alone.
+        """Returns further keywords for a local pass of this rank.
 
         Raises:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.

@@ -1,6 +1,6 @@
 """Attachment: records everything that `attach` changes on a Trainer and its model, to undo it later.
 
-This includes hooks on further models that a Trainer holds or its loss uses, such as a teacher. Such a model is not
+This includes hooks on further models that a Trainer holds or its loss uses, such as a teacher. This model is not
 enabled and gets no plan, so it refuses placed batches, and `attach` names it. Other Transformers models refuse a
 placed batch when they ask for an attention mask (`integrations.mask`). The hooks here also cover compiled
 models, and models that ask for no mask.

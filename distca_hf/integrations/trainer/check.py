@@ -7,7 +7,7 @@ whether the Trainer's evaluation datasets can be evaluated.
 Placed batches have the labels that the Trainer itself would make. It shows its collator the columns that the model's
 forward pass names; with `remove_unused_columns=False`, or if a transform makes the rows, all columns. Collators of
 Transformers do not know TRL's masks, and TRL turns them into labels before it calls its collator. So masks count only
-if there are no labels: such a Trainer needs distca_hf to train.
+if there are no labels: then the Trainer needs distca_hf to train.
 """
 
 import sys
