@@ -90,8 +90,8 @@ class SharedState:
 class WeightsCheck:
     """Compares the parameters and buffers of a model over the ranks that hold the same part of them.
 
-    A flipped bit, a missed reduction, or an optimizer that sees different gradients on one rank raises no error, and
-    losses drift. So checksums are compared from time to time; they tell whether all bits are equal.
+    A flipped bit, a missed reduction, or an optimizer that sees different gradients on one rank changes no message and
+    raises no error: losses drift. So ranks compare checksums from time to time, which show whether all bits are equal.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -179,7 +179,7 @@ def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 
 def place_of(parameter: torch.Tensor) -> int:
-    """Returns a number for the part of a parameter that this rank holds: ranks with equal numbers hold equal parts."""
+    """Returns a number for the part of a parameter that this rank holds: ranks with equal numbers hold the same."""
     if not isinstance(parameter, DTensor):
         return WHOLE
     at = parameter.device_mesh.get_coordinate() or [0] * parameter.device_mesh.ndim
