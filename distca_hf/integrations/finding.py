@@ -45,7 +45,7 @@ class Given(NamedTuple):
         batch_size, queries, keys: rows of the batch; queries and keys of each.
         cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They override everything else.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
-        cached: `q_offset` of a static cache, which keeps it on its device.
+        cached: `q_offset` of a static cache, which counts it on its device.
         padding: `[B, places]`, False for each place of a row that is padding; or as `all_places` returns it.
         numbers: the same before it was made bool.
         positions: of the queries.
