@@ -1,8 +1,8 @@
-"""The attention function behind `attn_implementation="distca"`.
+"""The attention function of `attn_implementation="distca"`.
 
 Transformers calls it once per attention layer. With a plan (the keyword `distca_plan`, which models pass on to their
-layers) ranks attend together. Without one a layer attends locally: to each document of its own rank alone. Calls that
-are not computed are refused, by the name of the layer, the argument and its value.
+layers) ranks attend together. Without one, a layer attends locally, within each document of its own rank. The function
+refuses calls that it cannot compute, and names the layer, the argument and its value.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,7 @@ from distca_hf.torch_private import backward_number
 
 # Attribute of attention layers whose model was enabled.
 LAYER_SETTINGS = "_distca_layer_settings"
-# Keywords that say nothing about how to attend. Any other one that is set is refused: ignoring it would change the
-# numbers.
+# Keywords that do not affect attention. Any other keyword that is set is refused: ignoring it would change the result.
 HARMLESS_KEYWORDS = frozenset(
     {
         "cache_position",
@@ -37,7 +36,7 @@ HARMLESS_KEYWORDS = frozenset(
         "margin",  # of TRL's RewardTrainer, for its loss
         "max_length_k",
         "max_length_q",
-        "mm_token_type_ids",  # for positions; a mask that is made of it is refused as a mask
+        "mm_token_type_ids",  # for positions; a mask made from it is refused as a mask
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
@@ -53,7 +52,7 @@ HARMLESS_KEYWORDS = frozenset(
 
 
 class Tempered:
-    """The attribute of layers whose queries attention tempers by position: they do not. Stored, it is True again."""
+    """False as an attribute of layers: attention tempers their queries by position instead. Pickles as True."""
 
     def __bool__(self) -> bool:
         return False
@@ -74,8 +73,8 @@ class LayerSettings(NamedTuple):
     Attributes:
         kernel: of local attention; a plan brings its own.
         deterministic: whether gradients are bit-equal from run to run.
-        number: number of the layer in its model. Why it is a tensor, `runtime.op.flash_attn` says.
-        in_forward_pass: returns whether the enabled model is in a forward pass, so that somebody watches.
+        number: number of the layer in its model; `runtime.op.flash_attn` says why it is a tensor.
+        in_forward_pass: returns whether the enabled model is in a forward pass, which is watched.
     """
 
     kernel: str
@@ -84,11 +83,11 @@ class LayerSettings(NamedTuple):
     in_forward_pass: Callable[[], bool]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "LayerSettings":
-        """Returns itself: copies of a model attend as it does."""
+        """Returns itself: copies of a model attend as the original does."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
+        """Pickles as None: a model that is stored, or sent to another process, is not enabled there."""
         return type(None), ()
 
 
@@ -111,21 +110,21 @@ def distca_attention(
     distca_positions: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Computes causal attention inside documents; `transformers.AttentionInterface` gives the arguments.
+    """Computes causal attention inside documents; `transformers.AttentionInterface` describes the arguments.
 
     Args:
         query, key, value: `[B, N, T, H]`, `[B, G, S, H]`, `[B, G, S, V]`; made contiguous per token if they are not.
-        attention_mask: None, or the `RowMask` of `document_mask`; a mask of the caller's own is refused.
+        attention_mask: None, or the `RowMask` of `document_mask`; other masks are refused.
         s_aux: `[N]` scores of the heads' sinks.
         distca_plan: the plan of the batch.
-        distca_positions: `[B, T]` positions that queries are tempered by (`integrations.models.counted_rows`).
+        distca_positions: `[B, T]` positions to temper queries by (`integrations.models.counted_rows`).
 
     Returns:
         `[B, T, N, V]` and None, in the dtype of the inputs; under autocast in autocast's dtype, as flash-attention
         does.
 
     Raises:
-        UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
+        UnsupportedAttentionError: the layer asks for something unsupported; names layer, argument and value.
     """
     _check_call(module, dropout, is_causal, kwargs)
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
@@ -161,14 +160,14 @@ def distca_attention(
     kernel = "auto" if settings is None else settings.kernel
     if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
         _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
-    if chunked:  # documents are cut where chunks begin
+    if chunked:  # documents are cut at the beginnings of chunks
         spec = AttentionSpec(scale, True, 0, softcap or 0.0, deterministic)
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel, s_aux)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywords: Mapping[str, object]) -> None:
-    """Checks an attention call. Weights that are asked for are left out, with a warning."""
+    """Checks an attention call. Warns if it asks for attention weights, which are not computed."""
     asked = {
         name: given
         for name, given in keywords.items()
@@ -199,9 +198,9 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywo
 
 
 def _window(module: nn.Module, of_layer: int | None, mask: RowMask | None) -> tuple[int, bool]:
-    """Returns the window of a layer, 0 if it has none; and whether that is the length of chunks.
+    """Returns the window of a layer, 0 if it has none; and whether it is the length of chunks.
 
-    Some models pass a window to their layers, some put it in the mask alone.
+    Some models pass a window to their layers, others only put it in the mask.
     """
     of_mask = None if mask is None else mask.window_tokens
     if mask is not None and of_mask is not None and of_layer is None:
@@ -241,8 +240,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _one_dtype(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns all three in one dtype. Under autocast that is its own: rotary embeddings leave queries and keys in
-    fp32."""
+    """Returns all three in one dtype. Autocast brings its dtype: rotary embeddings leave queries and keys in fp32."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -256,7 +254,7 @@ def _one_dtype(
 
 
 def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packed: bool) -> None:
-    """Warns when a model trains without `enable` and the result changes."""
+    """Warns if a model trains without `enable` and this changes the result."""
     if settings is not None and (settings.in_forward_pass() or backward_number() >= 0):
         return
     ranks = job_size()

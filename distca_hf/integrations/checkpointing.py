@@ -1,20 +1,20 @@
-"""Activation checkpointing that does not attend twice: attention outputs are saved, the rest is recomputed.
+"""Activation checkpointing that does not attend twice: it saves attention outputs and recomputes the rest.
 
 Recomputing attention costs an exchange and the largest part of a long document's time. Its output and log-sum-exp
 cost `N * V` elements and `N` fp32 numbers per token and layer. That is 8.1 KB for an 8B Llama in bf16, as much as the
 layer's input, which is saved anyway. They may wait for backward in host memory.
 
     forward     attend ── output ──▶ next layers                 backward    fetch ──▶ recompute the rest of a layer
-                            └──▶ host, beside the next layers                 └──▶ fetch the layer before, meanwhile
+                            └──▶ host, during the next layers                 └──▶ fetch the layer before, meanwhile
 
-Where attention is recomputed all the same, at least rows of other ranks are kept (`runtime.retention`). A region
-then holds rows for all of its layers at the same time. Most regions are one layer of a model; torch's checkpoint
-wrapper may hold several.
+If attention is recomputed anyway, at least rows of other ranks are kept (`runtime.retention`). A region then holds
+rows for all of its layers at the same time. Most regions are one layer of a model; torch's checkpoint wrapper may hold
+several.
 
-Done through the arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers
-(`_gradient_checkpointing_func`) or torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing
-cannot save a part of a layer. Where a compiler traces a region, contexts are those of torch's selective checkpointing,
-the only ones that it knows; it saves the same operators. Everywhere else they are ours (`runtime.regions`).
+This sets arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers (`_gradient_checkpointing_func`) or
+torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing cannot save a part of a layer. In a
+region that a compiler traces, contexts come from torch's selective checkpointing, the only kind the compiler knows;
+it saves the same operators. Everywhere else they are ours (`runtime.regions`).
 """
 
 import functools
@@ -36,15 +36,14 @@ from distca_hf.runtime.retention import Regions
 from distca_hf.telemetry import get_logger
 
 
-# Torch rounds pinned memory up to a power of two. In pieces of one, hardly any is wasted.
+# Torch rounds pinned memory up to a power of two. Pieces of this size waste hardly any.
 PIECE_BYTES = 2**26
 
 
 class HostCopy:
     """A copy of a tensor in host memory, pinned if it comes from a GPU.
 
-    Copies to the host and back run on the stream that is the current one then. If it is another one than that of
-    kernels, these have to wait for it.
+    Copies to the host and back run on the current stream. If kernels run on another stream, they have to wait for it.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -52,7 +51,7 @@ class HostCopy:
         self._pieces = [_to_host(piece) for piece in _pieces(x.contiguous())]
 
     def on_device(self) -> torch.Tensor:
-        """Returns a tensor with the same numbers, on the device of the first one."""
+        """Returns a tensor with the same numbers, on the original's device."""
         x = self._like.new_empty(self._shape)
         for piece, host in zip(_pieces(x), self._pieces, strict=True):
             piece.copy_(host, non_blocking=True)
@@ -72,7 +71,7 @@ log = get_logger(__name__)
 
 # Attributes under which Transformers and torch's wrapper keep the function that checkpoints a module.
 FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
-# Attribute of a checkpointed module: for each of these names our function, and the one that it replaced.
+# Attribute of a checkpointed module: for each of these names, our function and the one it replaced.
 REPLACED = "_distca_replaced"
 Checkpoint = functools.partial[object]
 # Operators whose outputs are saved: with a plan, and without.
@@ -90,7 +89,7 @@ _traced_contexts = functools.partial(create_selective_checkpoint_contexts, _poli
 
 
 def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns modules that are, or may be, checkpointed."""
+    """Returns modules that are or may be checkpointed."""
     return [
         module
         for module in model.modules()
@@ -99,7 +98,7 @@ def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
-    """Returns whether some checkpointed modules recompute anything."""
+    """Returns whether any checkpointed module recomputes anything."""
     return any(_functions(module) for module in modules if getattr(module, "gradient_checkpointing", True))
 
 
@@ -110,8 +109,8 @@ class RecomputedLayers:
         masks: of its attention layers.
 
     Attributes:
-        again: indices of the modules that recompute attention, among all that are or may be checkpointed.
-        regions: for each region that attends again, the masks of its attention layers.
+        again: indices of modules that recompute attention, among all that are or may be checkpointed.
+        regions: for each region that recomputes attention, the masks of its attention layers.
     """
 
     def __init__(self, masks: Mapping[nn.Module, Mask]) -> None:
@@ -123,8 +122,8 @@ class RecomputedLayers:
         self._rows_wait = False
 
     def prepare(self, model: nn.Module, config: DistCAConfig, has_peers: bool) -> bool:
-        """Prepares checkpointing for a pass, and finds what attends again; returns whether received rows wait for
-        recomputation.
+        """Prepares checkpointing for a pass, and finds the regions that recompute attention. Returns whether received
+        rows wait for recomputation.
 
         Args:
             model: the model with its wrappers, which may be added until the first forward pass.
@@ -142,11 +141,11 @@ class RecomputedLayers:
                     "saves their outputs instead"
                 )
         elif config.kv_residency != "refetch" and has_peers:
-            # Modules that are compiled together with their checkpointing exchange again.
+            # Modules that are compiled together with their checkpointing repeat the exchange.
             self._rows_wait = _replace(
                 modules, lambda function: functools.partial(_checkpoint_keeping_received, function)
             )
-        if (again := _attending_again(modules)) != self.again:  # to look into all modules takes a millisecond
+        if (again := _attending_again(modules)) != self.again:  # looking into all modules takes a millisecond
             self.again, self.regions = again, self._find(modules, again)
         self._known = _checkpointed_by(modules), config, has_peers
         return self._rows_wait
@@ -157,27 +156,27 @@ class RecomputedLayers:
         return recomputes_layers(modules), bool(_attending_again(modules))
 
     def leave(self) -> None:
-        """Gives checkpointed modules back the functions that they had, unless others have replaced them since."""
+        """Restores the functions of checkpointed modules, unless others have replaced them since."""
         for module in self._modules or ():
             for name, (replacement, function) in vars(module).pop(REPLACED, {}).items():
                 if getattr(module, name, None) is replacement:
                     setattr(module, name, function)
 
     def _found(self, model: nn.Module) -> list[nn.Module]:
-        """Returns the modules that are or may be checkpointed, outer ones first. They are looked for only once."""
+        """Returns the modules that are or may be checkpointed, outer ones first. Searches only once."""
         if self._modules is None:
             self._modules = checkpointed_modules(model)
         return self._modules
 
     def _find(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
         in_region: dict[nn.Module, nn.Module] = {}
-        apart = set(self._masks)  # layers that no module checkpoints by itself
+        apart = set(self._masks)  # layers that no module checkpoints as a whole
         inside = {module: [part for part in module.modules() if part in self._masks] for module in modules}
         for place, module in enumerate(modules):
             if isinstance(module, GradientCheckpointingLayer) or hasattr(module, "checkpoint_fn"):  # as a whole
                 apart.difference_update(inside[module])
                 in_region |= dict.fromkeys(inside[module] if place in again else (), module)  # the innermost counts
-        for place in again:  # models that checkpoint layers of theirs one by one
+        for place in again:  # models that checkpoint their layers one by one
             in_region |= {layer: layer for layer in inside[modules[place]] if layer in apart}
         regions: dict[nn.Module, list[Mask]] = {}
         for layer, region in in_region.items():
@@ -186,13 +185,13 @@ class RecomputedLayers:
 
 
 def _checkpointed_by(modules: Sequence[nn.Module]) -> list[object]:
-    """Returns what decides how modules are checkpointed: as long as it is equal, nothing has changed."""
-    attributes = [vars(module) for module in modules]  # quicker than to ask a module for what it may not have
+    """Returns what decides how modules are checkpointed: while it is equal, nothing has changed."""
+    attributes = [vars(module) for module in modules]  # quicker than asking a module for what it may not have
     return [own.get(name) for own in attributes for name in (*FUNCTIONS, "gradient_checkpointing")]
 
 
 def _attending_again(modules: Sequence[nn.Module]) -> list[int]:
-    """Returns the places, in this list, of checkpointed modules that recompute everything, attention too."""
+    """Returns indices in this list of checkpointed modules that recompute everything, including attention."""
     return [
         place
         for place, module in enumerate(modules)
@@ -202,14 +201,13 @@ def _attending_again(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
-    """Lets checkpointed modules keep their attention outputs, on their device or on the host, where they recompute
-    everything so far.
+    """Makes checkpointed modules that recompute everything keep attention outputs, on their device or on the host.
 
     Returns:
-        False if some of them are checkpointed in a way that cannot: reentrant.
+        False if some of them cannot, because their checkpointing is reentrant.
 
     Raises:
-        ConfigError: outputs on the host, of modules that are compiled together with their checkpointing.
+        ConfigError: outputs go to the host, and modules are compiled together with their checkpointing.
     """
     if on_host and any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ConfigError(
@@ -227,7 +225,7 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _checkpoint_on_host(function: Checkpoint, *args: object, **kwargs: object) -> object:
-    """Runs a checkpointed region whose outputs wait on the host. Graphs of a compiled model break here."""
+    """Runs a checkpointed region whose outputs wait on the host. Breaks graphs of a compiled model."""
     return function(*args, **kwargs)
 
 
@@ -243,7 +241,7 @@ def _checkpoint_keeping_received(function: Checkpoint, *args: object, **kwargs: 
 
 
 def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoint]) -> bool:
-    """Replaces functions that recompute everything; returns False if one of them is reentrant and cannot be."""
+    """Replaces functions that recompute everything; returns False if one cannot be replaced: it is reentrant."""
     able = True
     for module in modules:
         for name, function in _functions(module):
@@ -272,7 +270,7 @@ class OffloadedAttention:
         self._stream: torch.cuda.Stream | None = None
 
     def __reduce__(self) -> tuple[type["OffloadedAttention"], tuple[()]]:
-        """Returns how another is made, for a copied or stored model: regions are those of passes of this one."""
+        """Copies and pickles as a new object: regions belong to passes of this model."""
         return OffloadedAttention, ()
 
     def __call__(self) -> "tuple[RegionRun[_HostRegion], RegionRun[_HostRegion]]":
@@ -288,7 +286,7 @@ class OffloadedAttention:
         return self._stream
 
     def before(self, region: "_HostRegion") -> "_HostRegion | None":
-        """Returns the region whose forward pass came before, the next one in backward; None if there is none."""
+        """Returns the region before this one in forward, which is next in backward; None if there is none."""
         known = [found for reference in self._regions if (found := reference()) is not None]
         at = known.index(region)
         return known[at - 1] if at else None
@@ -314,12 +312,12 @@ class _HostRegion:
             self.fetch()
 
     def fetch(self) -> None:
-        """Starts copies of all outputs to where they were; once."""
+        """Starts to copy all outputs back to their devices, only once."""
         if self._fetched is None:
             self._fetched = [[self._to_device(x, device) for x, device in outputs] for outputs in self._saved]
 
     def take(self) -> tuple[torch.Tensor, ...]:
-        """Returns outputs of the next call, on the device. The region before is fetched meanwhile."""
+        """Returns outputs of the next call, on the device. After the last call, starts to fetch the region before."""
         check_call(len(self._saved) if self._fetched is None else self._taken, len(self._saved), REMEDY)
         assert self._fetched is not None
         outputs, self._taken = self._fetched[self._taken], self._taken + 1

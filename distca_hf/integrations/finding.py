@@ -1,7 +1,7 @@
-"""Finding documents: which of them a batch holds, read from its mask, positions and offsets.
+"""Finding documents: reads which documents a batch holds from its mask, positions and offsets.
 
-Numbers of documents and of tokens are in the tensors themselves. In a compiled graph an operator finds them, so that
-the graph neither breaks nor depends on them.
+Only the tensors' values say how many documents and tokens there are. In a compiled graph an operator finds them: the
+graph neither breaks nor depends on them.
 
 Layers that carry a state from token to token (`models.mixers`) ask for lengths of documents on the host.
 """
@@ -34,23 +34,23 @@ from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.local_attention import Documents
 
 
-# In a mask that was made as long as its cache: places after the given ones.
+# Marks places after the given ones, in a mask that was extended to the length of its cache.
 NOT_GIVEN = -1
 
 
 class Given(NamedTuple):
-    """All that a batch says about its documents. An operator takes it field by field.
+    """Everything a batch says about its documents. An operator takes it field by field.
 
     Attributes:
         batch_size, queries, keys: rows of the batch; queries and keys of each.
-        cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They count more than all else.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They override everything else.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
-        cached: `q_offset` of a static cache, which counts on its device.
-        padding: `[B, places]`, False where a place of a row is padding; or as `all_places` returns it.
+        cached: `q_offset` of a static cache, which counts it on its device.
+        padding: `[B, places]`, False for each place of a row that is padding; or as `all_places` returns it.
         numbers: the same before it was made bool.
         positions: of the queries.
-        goes_on: bool `[B, T - 1]`, True where a token is of the same document as the token before. It counts
-            more than positions.
+        goes_on: bool `[B, T - 1]`, True for each token in the same document as the token before it. It overrides
+            positions.
         unseen: whether the batch may have positions that are not given here.
     """
 
@@ -83,18 +83,18 @@ def find_documents(device: torch.device, given: Given) -> Documents:
         UnsupportedAttentionError: nothing says whether rows hold several documents.
     """
     batch_size, queries, keys, positions = given.batch_size, given.queries, given.keys, given.positions
-    # 1. Sources that say all: offsets, and the function that Transformers made of packed positions.
+    # 1. Complete sources: offsets, and the function that Transformers made from packed positions.
     if given.cu_seq_lens_q is not None:
         rows = batch_size * queries, batch_size * keys
         return given_documents(given.cu_seq_lens_q, given.cu_seq_lens_k, *rows, device)
     if given.goes_on is not None:
         goes_on = given.goes_on.expand(batch_size, queries - 1)
-        begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)  # with every row, too
+        begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)  # also at the start of every row
         if positions is not None and positions.shape[-1] == queries and positions.ndim == 2:
             check_beginnings(positions.expand(begins.shape)[begins])
         offsets, longest = offsets_of(begins)
         return Documents.of(Spans(offsets, offsets, longest, longest))
-    # 2. Positions: they restart where documents begin, but after a cache all queries must go on with one.
+    # 2. Positions: they restart at the beginning of documents, but after a cache all queries must continue one.
     first = given.q_offset if given.cached is None else int(given.cached)
     tokens = _tokens(given, first + queries, device)
     query_tokens = None if tokens is None else tokens[:, first - given.kv_offset :][:, :queries]
@@ -112,17 +112,17 @@ def find_documents(device: torch.device, given: Given) -> Documents:
             "layers were given no position_ids, and a compiled pass with a cache or a mask cannot find them: rows may "
             "hold several documents. Leave attention_mask out and set use_cache=False, or do not compile this pass"
         )
-    # 3. Otherwise a row is a document, without its padding.
+    # 3. Otherwise each row, without its padding, is a document.
     if tokens is None or query_tokens is None:
         return whole_rows(batch_size, queries, keys, device)
     return padded_rows(query_tokens, tokens)
 
 
 def _tokens(given: Given, filled: int, device: torch.device) -> torch.Tensor | None:
-    """Returns bool `[B, S]`, False where a key is padding or a free place of a cache; None if all are tokens.
+    """Returns bool `[B, S]`, False for keys that are padding or free places of a cache; None if all are tokens.
 
     Args:
-        filled: places of a row that have been filled, this pass included.
+        filled: number of filled places in a row, this pass included.
     """
     padding, begin, end = given.padding, given.kv_offset, given.kv_offset + given.keys
     if padding is None and filled >= end:
@@ -159,7 +159,7 @@ def _find_documents(
     unseen: bool,
     chunk_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the fields of `Documents` in a graph, with rows also where all of them are tokens."""
+    """Returns the fields of `Documents` in a graph, with rows even if all of them are tokens."""
     given = Given(
         batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, q_offset, kv_offset, cached, padding, numbers,
         positions, goes_on, unseen,
@@ -189,7 +189,7 @@ def _shapes(
 
 
 def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | None, chunk_tokens: int | None) -> int:
-    """Returns how many offsets there can be: one more than documents, none of which is empty unless they are given."""
+    """Returns the largest number of offsets: one more than documents. Only given offsets allow empty documents."""
     tokens = batch_size * max(queries, 1)
     if cu_seq_lens_q is None:
         return tokens + 1
@@ -197,7 +197,7 @@ def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | N
 
 
 def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns a copy of length `places`, zero after the numbers."""
+    """Returns a copy of the numbers, padded with zeros to length `places`."""
     copy = numbers.new_zeros(places)
     copy[: len(numbers)] = numbers
     return copy
@@ -207,13 +207,14 @@ find_in_graph = define_op(_find_documents, _shapes)
 
 
 def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> Documents:
-    """Returns documents divided into chunks of this length, or themselves if None is given or none is longer.
+    """Returns documents divided into chunks of this length, or unchanged if it is None or no document is longer.
 
     Args:
         given: what the documents were found in.
 
     Raises:
-        UnsupportedAttentionError: queries with a cache are beyond the first chunk: it may not hold all of theirs.
+        UnsupportedAttentionError: queries with a cache are beyond the first chunk: the cache may lack some of their
+            keys.
     """
     if chunk_tokens is None:
         return documents
@@ -239,7 +240,7 @@ def name_of(module: nn.Module) -> str:
 
 
 def stated_lengths(batch: Batch) -> IntArray | None:
-    """Returns lengths of the documents of a batch that is trained on, row after row; None if the batch is padded.
+    """Returns lengths of the documents of a training batch, row after row; None if the batch is padded.
 
     Raises:
         PackingError: nothing says where documents begin, or offsets, positions and `seq_idx` disagree.
@@ -258,8 +259,8 @@ def stated_lengths(batch: Batch) -> IntArray | None:
 
 
 def lengths_and_rows(batch: Batch) -> tuple[IntArray, IntArray | None]:
-    """Returns lengths of the documents of any batch, and the row of each of their tokens, counted over the batch; None
-    if documents fill all rows, one after the other.
+    """Returns lengths of the documents of any batch, and the place of each of their tokens in the flattened batch;
+    None instead of places if documents fill all rows, one after the other.
 
     Raises:
         PackingError: offsets, positions, `seq_idx` and mask disagree, or a document does not begin at position 0.
@@ -286,7 +287,7 @@ def lengths_and_rows(batch: Batch) -> tuple[IntArray, IntArray | None]:
 
 
 def _check_seq_idx(batch: Batch, lengths: IntArray) -> None:
-    """Checks that `seq_idx`, where a batch has it, changes at the first token of every document and nowhere else."""
+    """Checks that `seq_idx`, if a batch has it, changes at the first token of every document and nowhere else."""
     seq_idx = batch.get("seq_idx")
     if not isinstance(seq_idx, torch.Tensor):
         return
@@ -297,7 +298,7 @@ def _check_seq_idx(batch: Batch, lengths: IntArray) -> None:
     begins[np.cumsum(lengths)[:-1]] = True
     changes = np.diff(numbers, prepend=numbers[:1]) != 0
     rows = seq_idx.shape[-1]
-    changes[::rows] = begins[::rows]  # numbers may begin anew in every row, or go on
+    changes[::rows] = begins[::rows]  # numbers may restart in every row, or continue
     wrong = np.flatnonzero(begins != changes)
     if len(wrong):
         at = int(wrong[0])

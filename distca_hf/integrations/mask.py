@@ -1,11 +1,11 @@
-"""The mask function behind "distca": instead of building a mask, it keeps all that a mask would depend on.
+"""The mask function of "distca": instead of building a mask, it keeps everything a mask would depend on.
 
-Transformers calls it once per forward pass (and kind of layer). With a plan, layers only look whether the mask can be
-computed at all. Where a batch is attended to locally, the first layer finds its documents.
+Transformers calls it once per forward pass (and kind of layer). With a plan, layers only check whether the mask can be
+computed at all. If a batch is attended to locally, the first layer finds its documents.
 
-Models that were not enabled are noticed here as well, with any attention and wherever a program keeps them. The mask
-functions of all implementations look through their callers for entries of a batch in use. They refuse tokens of a
-placed batch, and of a pack whose documents nothing tells apart. Nothing is looked at in a compiled pass.
+This module also notices models that were not enabled, with any attention and wherever a program keeps them. The mask
+functions of all implementations search their callers for entries of a batch in use. They refuse tokens of a placed
+batch, and of a pack if nothing tells its documents apart. In a compiled pass they check nothing.
 """
 
 import sys
@@ -37,30 +37,29 @@ WATCH = "_distca_watch"
 
 
 MaskFunction = Callable[..., torch.Tensor]
-# Names of Transformers' mask functions that are causal: the plain one, and one that leaves out more (windows, packed
-# documents). A function that lets more be seen (blocks, images) is an `or_mask`.
+# Names of Transformers' causal mask functions: the plain one, and one that hides more (windows, packed documents).
+# A function that shows more (blocks, images) is an `or_mask`.
 CAUSAL_MASKS = frozenset({"causal_mask_function", "and_mask"})
 OURS = "distca"
-# Module of Transformers' functions that ask for masks, and of those that stand between one and its caller to rename
-# arguments.
+# Modules of Transformers' functions that ask for masks, and of wrappers around them that rename arguments.
 ASKING, DEPRECATION = "transformers.masking_utils", "transformers.utils.deprecation"
-# Arguments of models, and names of their other keywords, that tell which batch they were given.
+# Arguments of models that tell which batch they were given, and names of their dicts of other keywords.
 ARGUMENTS = (*LEADING, "cu_seq_lens_q", "distca_plan")
 KEYWORDS = ("kwargs", "flash_attn_kwargs")
 
 
 class RowMask:
-    """Stands in for an attention mask. Nothing is computed until a layer asks: with a plan none does.
+    """Stands in for an attention mask. Computes nothing until a layer asks; with a plan, none does.
 
     Args:
-        shape: of the mask that it stands for, `[B, 1, T, S]`.
+        shape: of the mask that it replaces, `[B, 1, T, S]`.
         q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
-        padding: False (or 0) where a place of a row is padding; None if no mask was given.
-        numbers: the mask as the model was given it, before it was made bool; None if it is not known.
-        positions: of the queries, as Transformers was given them; None if they are not known.
-        packed: a function that lets a token see the one before it if both are of one document; None if there is none.
-        window_tokens: how many keys a query sees at most; None if all of its document.
-        chunked: whether documents are divided in chunks of that many tokens instead, as far as is known.
+        padding: False (or 0) for each place of a row that is padding; None if no mask was given.
+        numbers: the mask as given to the model, before it was made bool; None if unknown.
+        positions: of the queries, as given to Transformers; None if unknown.
+        packed: a function that lets a token see the one before it if both are in one document; None if there is none.
+        window_tokens: the most keys that a query sees; None if it sees all of its document.
+        chunked: whether documents are known to be divided into chunks of `window_tokens` instead.
         refusal: why the mask is more than causal documents; None if it is not.
     """
 
@@ -97,7 +96,7 @@ class RowMask:
     ) -> object:
         """Refuses to compute with the mask. Torch calls this for a layer that does not attend through distca.
 
-        Compiled checkpointing calls it, too, but only passes the mask on to the layer.
+        Compiled checkpointing also calls it, but only passes the mask on to the layer.
         """
         if function is torch.ops.higher_order.tag_activation_checkpoint:
             with without_torch_functions():
@@ -108,7 +107,7 @@ class RowMask:
         )
 
     def error(self, layer: nn.Module, queries: int, keys: int) -> UnsupportedAttentionError:
-        """Returns the error to raise for a mask that does not fit a layer; names it."""
+        """Returns the error to raise if the mask does not fit a layer; it names the layer."""
         if self.refusal is not None:
             return UnsupportedAttentionError(f"{name_of(layer)}: {self.refusal}")
         return UnsupportedAttentionError(
@@ -117,7 +116,7 @@ class RowMask:
         )
 
     def contiguous(self) -> "RowMask":
-        """Returns itself: `generate` asks, where it makes the mask of a static cache."""
+        """Returns itself: `generate` calls this when it makes the mask of a static cache."""
         return self
 
     def documents(
@@ -129,12 +128,12 @@ class RowMask:
     ) -> Documents:
         """Returns the documents that a layer attends to.
 
-        They are found once for all layers that were given the same. In a compiled graph every layer finds them.
+        They are found once for all layers with the same arguments. In a compiled graph every layer finds them.
 
         Args:
-            position_ids: positions that the layer was given. They count only if Transformers was given none.
-            cu_seq_lens_q, cu_seq_lens_k: offsets that the layer was given. They count more than all else.
-            chunk_tokens: length of the chunks that these layers attend inside of; None: they see whole documents.
+            position_ids: positions given to the layer. They count only if Transformers was given none.
+            cu_seq_lens_q, cu_seq_lens_k: offsets given to the layer. They override everything else.
+            chunk_tokens: length of the chunks within which these layers attend; None: they see whole documents.
 
         Raises:
             PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
@@ -147,7 +146,7 @@ class RowMask:
                 found = find_documents(self._device, all_given)
                 self._documents, self._given = in_chunks(found, all_given, chunk_tokens), given
             return self._documents
-        # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
+        # Graphs of layers, and checkpointed regions of graphs, cannot share results.
         there = torch.empty(0, device=self._device)
         found = Documents(*find_in_graph(there, *self._all_given(*given), chunk_tokens))
         _, _, queries, keys = self.shape
@@ -162,7 +161,7 @@ class RowMask:
         cu_seq_lens_q: torch.Tensor | None,
         cu_seq_lens_k: torch.Tensor | None,
     ) -> Given:
-        """Returns all that the mask and a layer were given."""
+        """Returns everything that the mask and a layer were given."""
         batch_size, _, queries, keys = self.shape
         first, goes_on = self._q_offset, None
         positions = position_ids if self._positions is None else self._positions
@@ -202,11 +201,11 @@ def document_mask(
     local_size: int | None = None,
     **kwargs: object,
 ) -> RowMask | None:
-    """Returns the attention mask that layers get; `transformers.AttentionMaskInterface` gives the arguments.
+    """Returns the attention mask that layers get; `transformers.AttentionMaskInterface` describes the arguments.
 
     Args:
-        local_size: how many tokens a window or a chunk holds.
-        kwargs: for a mask that is not causal they hold `allow_is_bidirectional_skip`.
+        local_size: number of tokens in a window or a chunk.
+        kwargs: contain `allow_is_bidirectional_skip` if the mask is not causal.
 
     Returns:
         None if a row has one query, which sees all keys.
@@ -228,11 +227,11 @@ def document_mask(
     filled = isinstance(q_offset, int) and q_offset + q_length >= kv_offset + kv_length
     if q_length == 1 and filled and attention_mask is None and refusal is None and local_size is None:
         return None
-    # Transformers gives the length of chunks as that of a window. In a compiled pass the layer's config says it.
+    # Transformers passes the length of chunks as a window's. In a compiled pass the layer's config tells them apart.
     is_chunk = asking is not None and asking.f_code.co_name == "create_chunked_causal_mask"
     # One token per row belongs to the document before it. A graph for it would depend on the mask's growing length.
     positions, numbers = (None, None) if asking is None or q_length == 1 else _read_from_callers(asking)
-    # Transformers finds packed documents where there is neither a mask nor a cache.
+    # Transformers finds packed documents if there is neither a mask nor a cache.
     packed = name == "and_mask" and attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1
     return RowMask(
         (batch_size, 1, q_length, kv_length),
@@ -267,8 +266,8 @@ def _refusal(is_causal: bool, is_combined: bool, attention_mask: torch.Tensor | 
 def _read_from_callers(asking: FrameType) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns `position_ids` of Transformers' function that asks for a mask, and `attention_mask` of its caller.
 
-    Transformers passes positions to no mask function, and some models pass them to no layer. It reads documents in
-    positions, but not where there is a cache or a mask. And it makes the mask bool: numbers of documents are lost.
+    Transformers passes positions to no mask function, and some models pass them to no layer. It finds documents in
+    positions, but not if there is a cache or a mask. It also makes the mask bool, which loses numbers of documents.
     """
     model = asking.f_back
     while model is not None and model.f_globals.get("__name__") == DEPRECATION:
@@ -282,7 +281,7 @@ def checked_mask(implementation: str, original: Callable[..., Any], /, *args: An
     """Checks which tokens a model was given, then calls its mask function.
 
     Args:
-        original: Transformers' mask function of this name; it gets all other arguments.
+        original: Transformers' mask function for this implementation; it gets all other arguments.
     """
     if not torch.compiler.is_compiling():
         check_callers(implementation, sys._getframe(1), "allow_is_bidirectional_skip" not in kwargs)
@@ -290,15 +289,15 @@ def checked_mask(implementation: str, original: Callable[..., Any], /, *args: An
 
 
 def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> None:
-    """Checks that a model that asks for a mask knows the documents of its tokens. Passes of enabled models are left
-    out: their hooks have checked them.
+    """Checks that a model that asks for a mask knows the documents of its tokens. Skips passes of enabled models:
+    their hooks have checked them.
 
     Args:
         asking: frame of Transformers' function that asks for the mask.
 
     Raises:
-        PlanError: the tokens are of a placed batch.
-        PackingError: they are of a pack, and nothing tells the documents apart.
+        PlanError: the tokens belong to a placed batch.
+        PackingError: they belong to a pack, and nothing tells its documents apart.
     """
     if not any_known() or asking.f_globals.get("__name__") != ASKING:
         return
@@ -341,7 +340,7 @@ def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> No
     if known is None:
         return
     separates = not known.is_packed(given) or asking.f_locals.get("packed_sequence_mask") is not None
-    # These read documents in positions. For others Transformers does, if there is neither a mask nor a cache.
+    # These find documents in positions. For others Transformers does, if there is neither a mask nor a cache.
     reads_positions = implementation == OURS or "flash" in implementation
     is_pack = known.plan is None or found is None
     if not is_pack or not (separates or (reads_positions and known.tells_documents(given))):

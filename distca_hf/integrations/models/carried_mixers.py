@@ -2,7 +2,7 @@
 
 A mixer's own forward function runs once on all rows of a rank. Some of the functions that it calls are replaced:
 
-    causal_conv1d_fn                           the first tokens of each segment see those before it (`convolved`)
+    causal_conv1d_fn                           the first tokens of each segment see tokens before it (`convolved`)
     torch_chunk_gated_delta_rule,
     chunk_kimi_delta_attention                 `DeltaRule`
     mamba2_chunk_scan                          `Scan`
@@ -31,11 +31,11 @@ from distca_hf.runtime.device_fragments import DeviceGroup
 
 # Returns the rows of a mixer's present call.
 Rows = Callable[[], CarriedRows]
-# Makes a function to call instead of one that a mixer calls, given that one, the rows and the mixer's name.
+# Makes a replacement for a function that a mixer calls, given this function, the rows and the mixer's name.
 Replacing = Callable[[Callable[..., Any], Rows, str], Callable[..., Any]]
-# Modules of classes that a mixer may be made of: `fully_shard` gives it a class of torch.
+# Modules of classes that a mixer may inherit from: `fully_shard` gives it a class of torch.
 OF_LIBRARIES = ("transformers.", "torch.", "builtins")
-# Functions that may mix tokens, besides those of `REPLACED`: they run only for a token that goes on from a cache.
+# Functions not in `REPLACED` that may mix tokens: they run only for a token that continues from a cache.
 OF_CACHES = frozenset(
     {
         "causal_conv1d_update",
@@ -45,18 +45,18 @@ OF_CACHES = frozenset(
         "mamba_selective_state_update",
     }
 )
-# Functions, and methods of mixers, that mix nothing between tokens.
+# Functions, and methods of mixers, that do not mix tokens.
 OF_TOKENS = frozenset({"apply_mask_to_padding_states", "fix_query_key_value_ordering"})
 
 
 def carries(mixer: nn.Module) -> bool:
-    """Returns whether the states of a mixer can travel. It must be a class of Transformers, whose forward function
-    calls the convolution and its rule as functions of its module, by names that are known here, and nothing else that
-    may mix tokens. No other forward function may be set on it (`kernelize` does)."""
+    """Returns whether the states of a mixer can travel. Its class must come from Transformers. Its forward function
+    must call the convolution and its rule as functions of its module, by names known here, and nothing else that may
+    mix tokens. No other forward function may be set on the mixer (`kernelize` does so)."""
     own = vars(mixer).get("forward")
     is_known = all(one.__module__.startswith(OF_LIBRARIES) for one in type(mixer).__mro__)
     if getattr(own, "before", own) is not None or not is_known:
-        return False  # `_Apart` keeps the one that it replaced
+        return False  # `Apart.before` is the function that it replaced
     forward = _forward_of(mixer)
     loaded: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "LOAD_ATTR": set(), "LOAD_METHOD": set()}
     for instruction in dis.get_instructions(forward):
@@ -76,12 +76,12 @@ def carries(mixer: nn.Module) -> bool:
 
 
 def halo_tokens_of(mixer: nn.Module) -> int:
-    """Returns how many tokens before a token its convolution sees."""
+    """Returns how many tokens before each token the mixer's convolution sees."""
     return max(int(part.kernel_size[0]) for part in mixer.modules() if isinstance(part, nn.Conv1d)) - 1
 
 
 def carried_forward(mixer: nn.Module, rows: Rows, name: str) -> Callable[..., Any]:
-    """Returns the forward function of a mixer with functions that it calls replaced.
+    """Returns a mixer's forward function, with replaced functions inside.
 
     Args:
         rows: returns the rows of the mixer's present call.
@@ -167,7 +167,7 @@ def _fused_scan(original: Callable[..., Any], rows: Rows, name: str) -> Callable
     def scan(*args: Any, seq_idx: object = None, **keywords: Any) -> torch.Tensor | None:
         carried = rows()
         if carried.is_cut or packed is None:
-            return None  # the mixer goes on with the functions that this one fuses
+            return None  # the mixer then calls the functions that this one fuses
         return original(*args, **packed(carried.on_device.whole), **keywords)
 
     return scan
@@ -197,7 +197,7 @@ def _selective_scan(original: Callable[..., Any], rows: Rows, name: str) -> Call
 
 
 def _check_unused(keywords: Mapping[str, Any], function: str, name: str) -> None:
-    """Checks that a mixer gives its function nothing that would be left out.
+    """Checks that a mixer gives its function no argument that would be ignored.
 
     Raises:
         UnsupportedAttentionError: it does.
@@ -243,7 +243,7 @@ def _of_whole(rule: StateRule, rows: Sequence[torch.Tensor], group: DeviceGroup)
 
 
 def _packed_by(function: Callable[..., Any], keyword: str) -> Packed | None:
-    """Returns what makes a function's keywords for packed rows, "cu_seqlens" or "seq_idx"; None if it has none."""
+    """Returns a maker of a function's keywords for packed rows, "cu_seqlens" or "seq_idx"; None if it has none."""
     known = _parameters_of(function)
     if keyword not in known:
         return None
@@ -258,7 +258,7 @@ def _check_takes(function: Callable[..., Any], keywords: tuple[str, ...], name: 
     """Checks that a function takes and returns states.
 
     Raises:
-        UnsupportedAttentionError: it does not. Transformers leaves out keywords that an installed kernel lacks.
+        UnsupportedAttentionError: it does not. Transformers drops keywords that an installed kernel lacks.
     """
     if missing := [keyword for keyword in keywords if keyword not in _parameters_of(function)]:
         raise UnsupportedAttentionError(
@@ -268,8 +268,8 @@ def _check_takes(function: Callable[..., Any], keywords: tuple[str, ...], name: 
 
 
 def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of what a function of Transformers calls: an installed kernel, or the function's own code
-    with torch, which follows no packed rows."""
+    """Returns the parameters of what a function of Transformers runs: an installed kernel, or the function's own torch
+    code, which does not follow packed rows."""
     wrapper = inspect.unwrap(function, stop=_holds_implementation)
     of_wrapper = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
     return inspect.signature(of_wrapper.get("implementation", function)).parameters

@@ -1,15 +1,15 @@
 """Model check: accepts a model whose attention, and only attention, mixes tokens in a way that is computed here;
-refuses others by name. Of a multimodal model the part that text runs through is checked.
+refuses others by name. In a multimodal model it checks the part that text runs through.
 
 A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
 tokens. States of recurrent or convolutional layers travel, or documents stay whole (`mixers`). A mask of another kind,
-or a loss that shifts labels itself, would go wrong silently. So everything that is not known to be right is refused
-before the first step.
+or a loss that shifts labels itself, would silently give wrong results. So everything that is not known to be right is
+refused before the first step.
 
 Documents must not be longer than the model's positions reach (`PositionLimits`).
 
-The work of a layer or a loss is read from its source and its settings. Two checks at run time follow. An attention
-call with an unknown argument is refused. In the first forward pass every attention layer must come through distca.
+The check reads what a layer or a loss does from its source and settings. Two checks at run time follow: an attention
+call with an unknown argument is refused, and in the first forward pass every attention layer must use distca.
 """
 
 import inspect
@@ -52,8 +52,8 @@ TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?
 
 
 def longest_rotary_tokens(config: PreTrainedConfig) -> int | None:
-    """Returns the longest document whose rotary frequencies do not depend on how long the longest one of a batch is;
-    None if they never do. Transformers picks them by the largest position that a rank holds: ranks would not agree."""
+    """Returns the longest document whose rotary frequencies do not depend on the longest document of its batch; None
+    if they never do. Transformers picks them by the largest position that a rank holds: ranks would disagree."""
     rotary = getattr(config, "rope_parameters", None) or {}
     limits = []
     for parameters in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):
@@ -66,7 +66,7 @@ def longest_rotary_tokens(config: PreTrainedConfig) -> int | None:
 
 
 def _rotary_refusal(limit: int, longest_document_tokens: int) -> str:
-    """Returns why documents of this length cannot be trained with rotary embeddings that have this limit."""
+    """Returns why rotary embeddings with this limit cannot train on documents of this length."""
     if limit == 0:
         return (
             "its rotary frequencies (rope_type 'dynamic') change with the longest document of a batch, and ranks see "
@@ -79,7 +79,7 @@ def _rotary_refusal(limit: int, longest_document_tokens: int) -> str:
 
 
 class PositionLimits:
-    """Longest documents that a model can take, and that it was trained with."""
+    """Lengths of the longest documents that a model can take, and that it was trained with."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
@@ -100,19 +100,19 @@ class PositionLimits:
 
     @property
     def longest_tokens(self) -> int | None:
-        """Longest document that is not refused; None if there is none."""
+        """Longest document that is not refused; None if there is no limit."""
         return min((limit for limit in (self._table, self._rotary) if limit is not None), default=None)
 
     @property
     def reach_tokens(self) -> int:
-        """Longest document that its positions reach."""
+        """Longest document that the model's positions reach."""
         return self.longest_tokens or self.trained_tokens or sys.maxsize
 
     def check(self, longest_document_tokens: int, where: str) -> None:
-        """Checks the length of a document; one that is longer than the model was trained with is a warning, once.
+        """Checks the length of a document; warns once if it is longer than the model was trained with.
 
         Raises:
-            UnsupportedAttentionError: it has positions that the model does not have, or that depend on its batch.
+            UnsupportedAttentionError: the document has positions that the model lacks, or that depend on its batch.
         """
         longest = longest_document_tokens
         if self._rotary is not None and longest > self._rotary:
@@ -145,7 +145,7 @@ def check_model(
     Args:
         model: a Transformers model, or a PEFT model around one.
         kernel: the kernel to use, on `device`.
-        given_batches: whether all batches will be given. They hold whole documents, so the model may have any loss.
+        given_batches: whether the program gives all batches. They hold whole documents, so any loss is allowed.
 
     Raises:
         UnsupportedAttentionError: all reasons against the model, each with layer, setting and value.
@@ -159,11 +159,11 @@ def check_model(
 
 
 def refusals(model: nn.Module, longest_document_tokens: int, given_batches: bool = False) -> list[str]:
-    """Returns all reasons against a model, on any device; none if it can run where a kernel computes its layers.
+    """Returns all reasons against a model, on any device; none if it can run with a kernel that computes its layers.
 
     Args:
-        model, longest_document_tokens, given_batches: as of `check_model`. Weights are not looked at, so that the
-            model may be on torch's meta device.
+        model, longest_document_tokens, given_batches: as for `check_model`. Weights are not read: the model may be on
+            torch's meta device.
     """
     inner = transformers_model(model)
     config = inner.config.get_text_config()
@@ -193,7 +193,7 @@ def _structure(root: nn.Module, given_batches: bool) -> Iterator[str]:
         yield f"alora_invocation_tokens={method.alora_invocation_tokens} counts from the end of a row; use plain LoRA"
     if method is not None and getattr(method, "is_prompt_learning", False):
         yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
-    # Results of placed rows return where the decoder ends, before the head.
+    # Results of placed rows return at the end of the decoder, before the head.
     is_apart = decoder is not model or backbone_of(model) is not model
     if given_batches and not is_apart and model.get_output_embeddings() is not None:
         yield (
@@ -203,8 +203,8 @@ def _structure(root: nn.Module, given_batches: bool) -> Iterator[str]:
 
 
 def _positions(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[str]:
-    """Yields embeddings that count positions in another way: positions inside documents, which a batch holds, would be
-    others than the model was trained with; and rotary embeddings that change with the longest document."""
+    """Yields embeddings that count positions differently: a batch's positions inside documents would differ from those
+    of the model's training. Also yields rotary embeddings that change with the longest document."""
     for name, module in text_modules(model).items():
         if forward_names(module, "create_position_ids_from_input_ids"):
             yield (
@@ -238,7 +238,7 @@ def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]
     others = [name for name, module in layers.items() if getattr(module, "is_causal", True) is False]
     if others:
         yield f"attention is not causal (is_causal=False) ({others[0]} and {len(others) - 1} more layers)"
-    # Layers left out by chance: each rank leaves out others, and their exchanges would not match.
+    # Layers left out at random: each rank leaves out different ones, and their exchanges would not match.
     for name in ("layerdrop", "decoder_layerdrop", "layer_dropout"):
         share = getattr(config, name, None)
         if isinstance(share, float | int) and share > 0:
@@ -265,8 +265,8 @@ class KernelNeed(NamedTuple):
     """Heads, window and softcap that a kernel must compute for some layers.
 
     Attributes:
-        window_tokens: the window; 0 where no document is longer.
-        softcap: of the scores; 0 if they stay.
+        window_tokens: the window; 0 if no document is longer.
+        softcap: of the scores; 0 for none.
     """
 
     heads: Heads
@@ -274,7 +274,7 @@ class KernelNeed(NamedTuple):
     softcap: float
 
     def operands(self, device_type: str, compute_capability: int | None, weights: torch.dtype) -> Operands:
-        """Returns the operands of a call on a device. On a GPU fp32 weights are expected to compute in bf16."""
+        """Returns the operands of a call on a device. Assumes that fp32 weights compute in bf16 on a GPU."""
         return Operands(
             device_type=device_type,
             compute_capability=compute_capability,
@@ -287,13 +287,13 @@ class KernelNeed(NamedTuple):
 
     @property
     def spec(self) -> AttentionSpec:
-        """How a call attends; the scale is that of no layer."""
+        """How a call attends; the scale is a placeholder."""
         return AttentionSpec(1.0, True, self.window_tokens, self.softcap)
 
 
 def kernel_needs(model: PreTrainedModel, longest_document_tokens: int) -> dict[KernelNeed, list[str]]:
-    """Returns the needs of a model for kernels, each with the names of its layers. A window as long as every
-    document is none.
+    """Returns what a model needs of kernels, each need with the names of its layers. A window that no document exceeds
+    does not count.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: neither config nor layers say how many heads there are.
@@ -302,7 +302,7 @@ def kernel_needs(model: PreTrainedModel, longest_document_tokens: int) -> dict[K
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
     layers_of_need: dict[KernelNeed, list[str]] = {}
     for name, mask in masks_of_layers(model).items():
-        window = 0 if mask.chunked else mask.window_tokens or 0  # calls are cut where chunks begin
+        window = 0 if mask.chunked else mask.window_tokens or 0  # calls are cut at the beginnings of chunks
         shorter = window if window < longest_document_tokens else 0
         layers_of_need.setdefault(KernelNeed(heads_of_layer[name], shorter, softcap), []).append(name)
     return layers_of_need

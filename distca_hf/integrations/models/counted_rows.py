@@ -1,12 +1,12 @@
 """Counted rows: keeps numbers that Transformers computes from the rows of a batch as they are without placement.
 
 A placed row holds parts of many documents, followed by padding. NEFTune's noise depends on the length of a row, and
-some losses are means over all rows. Here each document has the noise of a row that holds only this document, and these
-losses see no padding. Tokens that are placed inside of the model have the noise of the row that they come from. A rank
-without tokens runs a row of padding, of which routers and such losses have some loss: its loss is 0.
+some losses are means over all rows. Here each document gets the noise of a row that holds only this document, and
+these losses see no padding. Tokens that are placed inside the model get the noise of their original row. A rank
+without tokens runs a row of padding, for which routers and these losses would return some loss: its loss is set to 0.
 
-In some layers of Llama 4 queries are longer the later they come, by their place in the row. Here attention makes them
-so, by the positions that the model was given.
+In some layers of Llama 4, queries are scaled up with their place in the row. Here attention scales them instead, by
+the positions given to the model.
 """
 
 import math
@@ -27,7 +27,7 @@ from distca_hf.integrations.models.structure import attention_layers
 from distca_hf.runtime.live_plan import LivePlan
 
 
-# Factors, as attributes of models, of terms of their loss that are means over all rows of logits.
+# Attributes of models: factors of those terms of their loss that are means over all rows of logits.
 MEANS_OVER_ROWS = ("z_loss_coefficient",)  # Bamba
 LARGEST_SEED = 2**62
 
@@ -80,12 +80,12 @@ class CountedRows:
         return {**of_loss, "logits_to_keep": torch.arange(real, device=tokens.device)}
 
     def place(self, row_tokens_T: torch.Tensor) -> None:
-        """Notes how long the rows were that the tokens of a decoder come from, 0 for padding."""
+        """Notes the length of each token's original row, 0 for padding."""
         self._lengths_T = row_tokens_T.clamp(min=1)
 
     def end(self, output: Any) -> Any:
-        """Ends a pass whose results are of this rank's batch; returns its output with logits of all rows, zeros in
-        padding, and a loss of 0 if it has no token."""
+        """Ends a pass whose results are of this rank's batch. Returns its output with logits of all rows, zeros in
+        padding, and a loss of 0 if the batch has no token."""
         if self._is_empty and isinstance(output, tuple):
             return _zero(output[0]), *output[1:]
         if self._is_empty and isinstance(output, dict):
@@ -100,8 +100,8 @@ class CountedRows:
         return output
 
     def _add_noise(self, embeddings: nn.Module, args: object, output_BTD: torch.Tensor) -> torch.Tensor:
-        """Adds noise to embeddings `[1, T, D]`: uniform, at most alpha / sqrt(L x D). L counts the tokens of the whole
-        document, or of a padded row."""
+        """Adds uniform noise of at most alpha / sqrt(L x D) to embeddings `[1, T, D]`. L is the number of tokens in
+        the whole document, or in a padded row."""
         if not self._longest_tokens or not embeddings.training:
             noisy: torch.Tensor = neftune_post_forward_hook(embeddings, args, output_BTD)
             return noisy
@@ -109,7 +109,7 @@ class CountedRows:
         real = None if lengths_T is None else len(lengths_T)
         alpha: Any = embeddings.neftune_noise_alpha
         most = alpha / math.sqrt(self._longest_tokens * output_BTD.shape[-1])
-        # Ranks are usually seeded alike, and two parts of one document must not have the same noise.
+        # Ranks usually have the same seed, and two parts of one document must not have the same noise.
         seed = int(torch.randint(LARGEST_SEED, ())) + self._rank
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -120,19 +120,19 @@ class CountedRows:
 
 
 def _zero(loss: torch.Tensor) -> torch.Tensor:
-    """Returns 0 for a loss, which is NaN if it is a mean over no label; backward still reaches all weights."""
+    """Returns 0 for a loss, even if it is NaN (a mean over no label); backward still reaches all weights."""
     return (0 * loss).nan_to_num()
 
 
 def tempers_queries(attention: nn.Module) -> bool:
-    """Returns whether queries of a layer depend on their place."""
+    """Returns whether queries of a layer are tempered by their place."""
     tempers = getattr(attention, "attn_temperature_tuning", False)
     return (bool(tempers) or isinstance(tempers, Tempered)) and not getattr(attention, "use_rope", True)
 
 
 def temper_by_position(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Lets attention temper queries that layers would temper by their place in the row; returns the hooks that give it
-    positions."""
+    """Makes attention temper queries that layers would temper by their place in the row. Returns the hooks that give
+    it positions."""
     handles, modules = [], dict(model.named_modules())
     for name, attention in attention_layers(model).items():
         if tempers_queries(attention):
@@ -143,7 +143,7 @@ def temper_by_position(model: PreTrainedModel) -> list[RemovableHandle]:
 
 
 def temper_by_row(model: PreTrainedModel) -> None:
-    """Undoes `temper_by_position`, but for its hooks."""
+    """Undoes `temper_by_position`, except its hooks."""
     for attention in attention_layers(model).values():
         if isinstance(getattr(attention, "attn_temperature_tuning", False), Tempered):
             vars(attention)["attn_temperature_tuning"] = True

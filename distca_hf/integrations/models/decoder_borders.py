@@ -1,13 +1,13 @@
-"""Decoder borders: rows move in where the text decoder of a model begins, and home where it ends.
+"""Decoder borders: rows move in at the beginning of a model's text decoder, and home at its end.
 
     model(batch of this rank, [B, L])
       decoder  ──▶ tokens placed on this rank, [1, T] ──▶ embedding, layers, norm ──▶ hidden states [1, T, D]
       ◀── rows of its own batch, [B, L, D], zeros in padding
     towers, head, loss, pooling: as they are
 
-Sampler, collator, images, losses and metrics see the rows of their own batch and nothing else. Where batches are even
-nothing is sent: only padding is taken out and put back. A pass that returns no hidden states has its first border at
-the root, and nothing moves at the decoder (`placed_loss`).
+Sampler, collator, images, losses and metrics see only the rows of their own batch. If batches are even, nothing is
+sent: padding is only removed and restored. A pass that returns no hidden states has its first border at the root, and
+nothing moves at the decoder (`placed_loss`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,16 +44,16 @@ REPLACED_BY_PLAN = frozenset(
         "seq_idx",
     }
 )
-# Features of images for the first layers: of visual tokens only, with a mask that says which these are.
+# Features of images for the first layers, only of visual tokens; and the mask of visual tokens.
 DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"
-# Entries of a batch that are not moved as they are.
+# Entries of a batch that do not move unchanged.
 APART = REPLACED_BY_PLAN | {"position_ids", DEEP, DEEP_MASK}
-# Columns that only travel: features of images for all tokens, the length of the row that a token comes from, and all
-# whole numbers of a token.
+# Columns that exist only in transit: features of images for all tokens, the length of each token's original row, and
+# all whole numbers of a token.
 DENSE_DEEP, ROW_TOKENS, NUMBERS = "distca_deepstack", "distca_row_tokens", "distca_numbers"
 # Numbers that ranks show each other, by their names in messages.
 POSITIONS, IMAGE_LAYERS = "numbers per position", "layers that get features of images"
-# Forms of batches whose columns are remembered. Few occur; each costs one more agreement when it is new.
+# Number of forms of batches whose columns are remembered. Few occur; each new one costs one more agreement.
 REMEMBERED_FORMS = 64
 
 
@@ -61,7 +61,7 @@ class Columns(NamedTuple):
     """What ranks agreed on for the columns of a pass.
 
     Attributes:
-        position_rows: numbers that each token's position has: 1, or several as of images.
+        position_rows: how many numbers make up each token's position: 1, or several (for images).
         deep_layers: layers that get features of images; 0 if no rank has any.
         differentiate: whether some rank needs gradients of its columns.
         described: dtype and width of each column, by name.
@@ -74,7 +74,7 @@ class Columns(NamedTuple):
 
     @property
     def facts(self) -> dict[str, object]:
-        """All of it by name, for messages."""
+        """All attributes by name, for messages."""
         numbers = {POSITIONS: self.position_rows, IMAGE_LAYERS: self.deep_layers}
         return numbers | {"gradients are needed": self.differentiate, **self.in_words}
 
@@ -85,11 +85,11 @@ class Columns(NamedTuple):
 
 
 class DecoderBorders:
-    """Hooks around the text decoder of a model. They do nothing in a pass whose rows stay where they are.
+    """Hooks around the text decoder of a model. They do nothing in a pass whose rows do not move.
 
     Args:
-        counted: hears how long the rows of tokens were.
-        check_calls: checks the attention calls of a pass; called before results go home.
+        counted: gets the lengths of tokens' original rows.
+        check_calls: checks the attention calls of a pass; called before results move home.
 
     Attributes:
         is_multimodal: whether the decoder is part of a model with towers, and may get features of images.
@@ -117,8 +117,8 @@ class DecoderBorders:
         self._columns: dict[tuple[int, ...], Columns] = {}
 
     def enter(self) -> None:
-        """Adds the hooks. Where the decoder is the whole model, these come after the hook that plans its batch, and
-        before the one that ends its pass."""
+        """Adds the hooks. If the decoder is the whole model, they run after the hook that plans its batch, and before
+        the one that ends its pass."""
         self._handles = [
             self._decoder.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
             register_first_hook(self._decoder, Hook(self._after)),
@@ -136,7 +136,7 @@ class DecoderBorders:
             padded: places of the tokens, if rows are padded.
 
         Raises:
-            UnsupportedAttentionError: rows begin with padding, and the model's positions would count it.
+            UnsupportedAttentionError: rows begin with padding, which the model's positions would count.
         """
         self._is_open = True
         if padded is not None and self._counts and padded.is_left_padded and not padded.has_own_positions:
@@ -157,7 +157,7 @@ class DecoderBorders:
         return rows
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
-        """Moves rows in. torch.compile traces this; there is nothing to do for a batch that is placed already."""
+        """Moves rows in. torch.compile traces this; it does nothing for a batch that is already placed."""
         if not self._is_open or kwargs.get("distca_plan") is None:
             return None
         placed = self.move_in(kwargs["distca_plan"], dict(zip(self._names, args, strict=False)) | kwargs)
@@ -190,7 +190,7 @@ class DecoderBorders:
         )
         self._rows = rows
         positions = self._positions(given, moves.positions, tokens)
-        # Values per token, without positions and features of images; in the order of their names, that of all ranks.
+        # Values per token, without positions and features of images; sorted by name, the same order on all ranks.
         moving = {
             name: value.flatten(0, 1)
             for name, value in sorted(given.items())
@@ -199,7 +199,7 @@ class DecoderBorders:
         if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
         columns = self._columns_of(plan, moving, positions, given, crosses=moves.on_host.crosses)
-        # Positions and other whole numbers are side by side, so that one index picks all numbers of a row.
+        # Positions and other whole numbers are side by side: one index then picks all numbers of a row.
         numbers = {name: moving.pop(name) for name in [*moving] if _is_whole_number(moving[name])}
         moving[NUMBERS] = torch.stack([*positions.expand(columns.position_rows, -1), *numbers.values()], dim=1)
         if columns.deep_layers:
@@ -222,12 +222,12 @@ class DecoderBorders:
         rows, self._rows = self._rows, None
         if rows is None:
             return None
-        self._check_calls(plan)  # a rank that left out a layer would send its rows into that of the others
+        self._check_calls(plan)  # if a rank left out a layer, its rows would arrive in that layer of others
         found = {id(value): value for value in _of_tokens(output, rows.num_placed)}
         return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
 
     def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns `[position rows, places]` of a batch, int64 on all ranks: its own, or counted in its documents."""
+        """Returns `[position rows, places]` of a batch, int64 on all ranks: its own, or counted within documents."""
         positions = given.get("position_ids")
         if positions is None:
             return counted[None]
@@ -237,11 +237,11 @@ class DecoderBorders:
     def _columns_of(
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
-        """Returns the columns that move. Ranks agree on them for batches of a form that is new on some rank, unless
-        nothing is sent: a rank without padding has returned before, and would not take part.
+        """Returns the columns that move. Ranks agree on them if the form of their batches is new, unless nothing is
+        sent: a rank without padding has already returned, and would not take part.
 
         Raises:
-            PlanError: this rank's columns are not those that ranks agreed on for batches of this form.
+            PlanError: this rank's columns differ from those that ranks agreed on for batches of this form.
         """
         described = {name: (value.dtype, value.shape[1:]) for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
@@ -277,8 +277,8 @@ class DecoderBorders:
         return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan))
 
     def _check_known(self, given: Batch, where: str) -> None:
-        """Checks that masks are of causal documents, and that every tensor of tokens has one value per token. Tensors
-        that the decoder does not name, with values for rows as a loss may have them, are passed through."""
+        """Checks that masks are of causal documents, and that every tensor of tokens has one value per token. Lets
+        tensors pass that the decoder does not name, with values for rows, such as a loss may have."""
         masks = given.get("attention_mask")
         for mask in masks.values() if isinstance(masks, Mapping) else (masks,):
             refusal = mask.refusal if isinstance(mask, RowMask) else None
@@ -302,7 +302,7 @@ class DecoderBorders:
 
 
 def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
-    """Returns the columns that all ranks move, given those of this one. A collective call."""
+    """Returns the columns that all ranks move, given this rank's columns. A collective call."""
     flags = {
         name: value
         for name, value in given.items()
@@ -331,7 +331,7 @@ def _is_whole_number(value: torch.Tensor) -> bool:
 
 
 def _dense_deep(given: Batch, layers: int) -> torch.Tensor:
-    """Returns `[places, layers, D]` features of images, zeros for all tokens of text."""
+    """Returns `[places, layers, D]` features of images, zeros for tokens of text."""
     embeds_BTD = given["inputs_embeds"]
     dense_BTLD = embeds_BTD.new_zeros((*embeds_BTD.shape[:2], layers, embeds_BTD.shape[-1]))
     if given.get(DEEP) is not None:
@@ -341,7 +341,7 @@ def _dense_deep(given: Batch, layers: int) -> torch.Tensor:
 
 
 def _of_tokens(output: Any, tokens: int) -> Iterator[torch.Tensor]:
-    """Yields all tensors of the tokens in an output: `[1, T, D]` and `[T, D]`."""
+    """Yields all tensors in an output with rows for tokens: `[1, T, D]` and `[T, D]`."""
     if isinstance(output, torch.Tensor):
         if output.shape[:-1] in ((1, tokens), (tokens,)):
             yield output
@@ -351,7 +351,7 @@ def _of_tokens(output: Any, tokens: int) -> Iterator[torch.Tensor]:
 
 
 def _replaced(output: Any, homes: Mapping[int, torch.Tensor]) -> Any:
-    """Returns an output with other tensors in place of some, given by their `id`."""
+    """Returns an output with some tensors, given by `id`, replaced."""
     if isinstance(output, dict):  # Transformers' outputs are dictionaries, and keep their class
         for name, value in output.items():
             output[name] = _replaced(value, homes)

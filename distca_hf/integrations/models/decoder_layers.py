@@ -1,14 +1,14 @@
-"""Decoder layers: heads and masks of their attention, and how each of them mixes tokens, in words that tell layers
-apart. All is read from modules and configuration, as the model check reads them.
+"""Decoder layers: heads and masks of their attention, and how each of them mixes tokens, in text that tells layers
+apart. Reads modules and configuration, as the model check does.
 
-Ranks that hold parts of the same layers (tensor parallelism) have equally many of the heads each. Most models have the
-same heads in all layers. Where they do not (Gemma 4: wide heads in full layers, narrow ones in layers with a window),
-Transformers refuses to give one number, and each layer says its own.
+Ranks that hold parts of the same layers (tensor parallelism) have equally many heads each. Most models have the same
+heads in all layers. If not (Gemma 4: wide heads in full layers, narrow ones in layers with a window), Transformers
+refuses to give one number, and each layer gives its own.
 
-Transformers models give a window to the attention function (`sliding_window`), or to the mask only. Placement must
-know it before the first pass. A window that is met there first is routed then, with a warning (`forward_check`).
+Transformers models give a window to the attention function (`sliding_window`), or only to the mask. Placement must
+know it before the first pass. A window first seen in that pass is routed then, with a warning (`forward_check`).
 
-`distca check` prints the kinds of all layers, and a training writes one line of them when its model is enabled.
+`distca check` prints the kinds of all layers, and a training logs them in one line when its model is enabled.
 """
 
 import re
@@ -38,18 +38,18 @@ from distca_hf.integrations.models.structure import (
 
 
 NUMBER = "num_attention_heads"
-# Layer types of configurations whose tokens do not see each other.
+# Layer types in configurations whose tokens do not see each other.
 ALONE = frozenset({"moe", "mlp"})
-# Name of the outermost numbered module that a module is inside of.
+# Matches the name of the outermost numbered module around a module.
 ENTRY_OF_LIST = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
-# Most ranges of layers that are written out.
+# Largest number of ranges of layers to write out.
 MOST_RANGES = 4
-# Kinds of layers in the log of a training. If every layer has its own heads, there are many.
+# Largest number of kinds of layers in the log of a training. If every layer has its own heads, there are many.
 MOST_KINDS = 4
 
 
 def heads_of_layers(model: nn.Module) -> dict[str, Heads]:
-    """Returns the heads that this rank has of every attention layer of the text part, by the layer's name.
+    """Returns this rank's heads of every attention layer of the text part, by the layer's name.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: as `whole_heads_of_layers`.
@@ -59,7 +59,7 @@ def heads_of_layers(model: nn.Module) -> dict[str, Heads]:
 
 
 def whole_heads_of_layers(model: nn.Module) -> dict[str, Heads]:
-    """Returns the heads that all tensor ranks together have of every attention layer of the text part, by its name.
+    """Returns all heads, of all tensor ranks together, of every attention layer of the text part, by its name.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: neither the config nor the layers say how many heads there
@@ -80,8 +80,7 @@ def whole_heads_of_layers(model: nn.Module) -> dict[str, Heads]:
 
 
 def heads_of(model: nn.Module) -> Heads:
-    """Returns the heads that this rank has of a layer; of the one with most numbers in keys and values, where layers
-    differ.
+    """Returns this rank's heads of a layer; if layers differ, of the one with the most numbers in keys and values.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: as `heads_of_layers`.
@@ -97,7 +96,7 @@ def head_groups_of(model: nn.Module, tensor_ranks: int = 1) -> int:
     not say.
 
     Args:
-        tensor_ranks: that divide the heads of a model which Transformers did not divide.
+        tensor_ranks: number of ranks that divide the heads, used if Transformers did not divide the model.
     """
     ranks = tensor_ranks if model_mesh(model) is None else heads_divided_by(model)
     return head_groups(_config(model, NUMBER, "num_key_value_heads"), ranks)
@@ -109,7 +108,7 @@ def num_layers_of(model: nn.Module) -> int | None:
 
 
 def token_bytes_of(model: nn.Module) -> TokenBytes:
-    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs only their proportion.
+    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs only their ratios.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: as `heads_of`.
@@ -118,7 +117,7 @@ def token_bytes_of(model: nn.Module) -> TokenBytes:
 
 
 def _of_rank(heads: Heads, ranks: int) -> Heads:
-    """Returns the heads that each of some tensor ranks has, of those that all have together."""
+    """Returns the heads of one tensor rank, given the heads of all."""
     if ranks == 1:
         return heads
     key_value = heads.key_value // ranks
@@ -126,14 +125,14 @@ def _of_rank(heads: Heads, ranks: int) -> Heads:
 
 
 def _heads_of_config(model: nn.Module) -> Heads:
-    """Returns the heads of all layers. Where layers have their own, Transformers refuses to give the first number."""
+    """Returns the heads of all layers. If layers differ, Transformers refuses to give the first number."""
     number = transformers_model(model).config.get_text_config().num_attention_heads
     return Heads.of_config(_config(model, "num_key_value_heads", "hidden_size", "head_dim") | {NUMBER: number})
 
 
 def _config(model: nn.Module, *names: str) -> dict[str, Any]:
-    """Returns the configuration of a model's text part, with values by these common names, which it may map to its
-    own."""
+    """Returns the configuration of a model's text part, with values under these common names, which it may map to its
+    own names."""
     config = transformers_model(model).config.get_text_config()
     named = {name: getattr(config, name, None) for name in names}
     return config.to_dict() | {name: value for name, value in named.items() if value is not None}
@@ -169,11 +168,11 @@ def masks_of_layers(model: nn.Module) -> dict[str, Mask]:
 
 
 def _windows(model: nn.Module) -> Iterator[tuple[str, int | None, bool]]:
-    """Yields name and window of every attention layer, None for one that sees all of its document; and whether the
-    window is a chunk.
+    """Yields name and window of every attention layer, None if it sees all of its document; and whether the window is
+    a chunk.
 
-    A layer attends with the window that it passes to the attention function, or with that of its mask. Its attribute
-    does not count: many classes set one on layers that pass none.
+    A layer attends with the window that it passes to the attention function, or with its mask's. Its attribute does
+    not count: many classes set one on layers that do not pass it.
     """
     inner = transformers_model(model)
     in_mask, in_chunks = (makes_masks(inner, kind) for kind in ("sliding_window", "chunked"))
@@ -191,14 +190,14 @@ def _windows(model: nn.Module) -> Iterator[tuple[str, int | None, bool]]:
 
 
 def _kind_of(module: nn.Module, config: PreTrainedConfig, otherwise: str) -> str:
-    """Returns the type of a layer in its model's configuration, or what it is where types are not listed."""
+    """Returns the type of a layer in its model's configuration, or `otherwise` if types are not listed."""
     kinds, number = getattr(config, "layer_types", None) or [], getattr(module, "layer_idx", None)
     return str(kinds[number]) if isinstance(number, int) and number < len(kinds) else otherwise
 
 
 def makes_masks(model: nn.Module, kind: str) -> bool:
-    """Returns whether a forward function of a model's text part calls Transformers' function that makes causal masks
-    of this kind ("chunked", "sliding_window")."""
+    """Returns whether a forward function of a model's text part calls Transformers' maker of causal masks of this kind
+    ("chunked", "sliding_window")."""
     parts = text_modules(transformers_model(model)).values()
     return any(forward_names(part, f"create_{kind}_causal_mask") for part in parts)
 
@@ -208,15 +207,15 @@ class DecoderLayerKind:
     """How a decoder layer mixes tokens.
 
     Attributes:
-        attends: whether it looks attention up by name, so that distca computes it.
+        attends: whether it looks attention up by name, which lets distca compute it.
         heads: of its attention; None without attention, or if they cannot be read.
         mask: keys that a token sees.
-        softcap: of its scores; 0 if they stay.
+        softcap: of its scores; 0 for none.
         sinks: whether rows of its softmax have one more term.
         latent: whether it is multi-head latent attention.
         mixer: class of the part that carries a state from token to token; empty without one.
-        whole_documents: whether its state cannot travel, so that documents stay whole on a rank.
-        refused: its type, or words for it, if it mixes tokens in a way that is not computed; else empty.
+        whole_documents: whether its state cannot travel, and documents must stay whole on a rank.
+        refused: its type, or a description, if it mixes tokens in an unsupported way; otherwise empty.
     """
 
     attends: bool
@@ -231,7 +230,7 @@ class DecoderLayerKind:
 
     @property
     def cuts_documents(self) -> bool:
-        """Whether a part of a document can be computed apart, with keys, values and states of what comes before."""
+        """Whether a part of a document can be computed separately, with keys, values and states of earlier parts."""
         return not self.whole_documents and not self.refused
 
     def in_words(self) -> str:
@@ -294,8 +293,8 @@ def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[str]:
-    """Returns the names of the decoder layers of a model's text part, in order: of the outermost modules that
-    Transformers checkpoints, or else of what lies in the list that holds the attention layers."""
+    """Returns names of the decoder layers of a model's text part, in order: the outermost modules that Transformers
+    checkpoints or, if there are none, the entries of the list that holds the attention layers."""
     text = text_modules(model)
     checkpointed = [name for name, module in text.items() if isinstance(module, GradientCheckpointingLayer)]
     if not checkpointed:
@@ -305,7 +304,7 @@ def decoder_layers(model: PreTrainedModel) -> list[str]:
 
 
 def grouped(kinds: Sequence[DecoderLayerKind]) -> list[tuple[list[int], DecoderLayerKind]]:
-    """Returns equal kinds together, each with the numbers of its layers, in the order of their first layers."""
+    """Groups equal kinds, each with the numbers of its layers, in the order of their first layers."""
     layers: dict[DecoderLayerKind, list[int]] = {}
     for number, kind in enumerate(kinds):
         layers.setdefault(kind, []).append(number)
@@ -313,7 +312,7 @@ def grouped(kinds: Sequence[DecoderLayerKind]) -> list[tuple[list[int], DecoderL
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers as text: "0-4, 6-10", or "0, 2, ... 24"; the middle of many ranges is left out."""
+    """Returns ascending numbers as text: "0-4, 6-10", or "0, 2, ... 24". Leaves out the middle of many ranges."""
     steps = {later - earlier for earlier, later in pairwise(numbers)}
     if len(numbers) > MOST_RANGES and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"
@@ -330,8 +329,8 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def verdict_in_short(model: PreTrainedModel) -> str:
-    """Returns a line about an accepted model for the log of a training: its layers, and the command that says all, if
-    it would find this model, of the class that its checkpoint names."""
+    """Returns a line about an accepted model for the log of a training: its layers, and the command that shows
+    everything, if the command would find this model with the class that its checkpoint names."""
     kinds = grouped(layer_kinds(model))
     layers = "; ".join(f"layers {ranges(numbers)}: {kind.in_words()}" for numbers, kind in kinds[:MOST_KINDS])
     layers += f"; {len(kinds) - MOST_KINDS} more kinds of layers" if len(kinds) > MOST_KINDS else ""
@@ -342,7 +341,7 @@ def verdict_in_short(model: PreTrainedModel) -> str:
 
 
 def _refused(config: PreTrainedConfig, number: int, has_mixer: bool, attends: bool, others_attend: bool) -> str:
-    """Returns the type of a layer that mixes tokens in a way that is not computed; empty if it does not."""
+    """Returns the type of a layer that mixes tokens in an unsupported way; empty if it does not."""
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     kind = str(types[number]) if number < len(types) else ""
     if kind and kind not in LAYER_TYPES and not has_mixer:

@@ -1,16 +1,15 @@
 """A model that Transformers divided between ranks when it was loaded (`DistributedConfig`): its mesh, and its plan.
 
-Transformers keeps both in attributes that are private and younger than most of its releases. They are read here, and
-nowhere else:
+Transformers keeps both in private attributes, which most of its releases lack. Only this module reads them:
 
 | Transformers | mesh |
 |---|---|
 | 5.17 | `_device_mesh`, of one dimension; without a name under tensor parallelism |
 | 5.18 | `_device_mesh`, the dimensions with more than one rank |
-| 5.19 | `_mesh_manager`: `pp`, `fsdp`, `tp`; since 5.23 `dp_replicate`, too |
+| 5.19 | `_mesh_manager`: `pp`, `fsdp`, `tp`; since 5.23 also `dp_replicate` |
 
-Experts have their own mesh over the same ranks. It decides where tokens are computed and not which rank holds
-them, so nothing here asks for it.
+Experts have their own mesh over the same ranks. It decides where tokens are computed, not which rank holds them, so
+this module does not read it.
 """
 
 import re
@@ -31,9 +30,9 @@ from distca_hf.parallel_context import DeviceMesh
 STAGES, DATA, TENSOR = ("pp",), ("dp_replicate", "fsdp"), ("tp",)
 # Number of a layer in the name of a module; plans have a star there.
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# Styles of a plan after which every tensor rank has its own part of the outputs, and after which it has all of them.
+# Styles of a plan that leave every tensor rank its own part of the outputs, and styles that leave it all outputs.
 DIVIDED, GATHERED = ("colwise",), ("colwise_gather_output", "colwise_rep", "replicate")
-# Linear layers that queries, keys and values come from. The first ones give one head after the other.
+# Linear layers that compute queries, keys and values. The first group returns one head after the other.
 BY_HEADS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "q_gate_proj", "query_key_value")
 IN_A_ROW = ("qkv_proj", "c_attn", "Wqkv")
 
@@ -63,7 +62,7 @@ def model_mesh(model: nn.Module) -> ModelMesh | None:
     """Returns the mesh that Transformers divided a model over; None if it did not.
 
     Raises:
-        ConfigError: it did, but over ranks that are not known, or over a dimension of another name.
+        ConfigError: it did, but over unknown ranks, or over a dimension with an unknown name.
         UnsupportedAttentionError: it is not a Transformers model.
     """
     inner = transformers_model(model)
@@ -101,24 +100,24 @@ def tensor_ranks(model: nn.Module) -> int:
 
 
 def heads_divided_by(model: nn.Module) -> int:
-    """Returns the number of ranks that the heads of attention are divided between: 1 where every tensor rank attends
-    with all heads, as with plans that gather queries, keys and values."""
+    """Returns the number of ranks that attention's heads are divided between: 1 if every tensor rank attends with all
+    heads, as with plans that gather queries, keys and values."""
     ranks = tensor_ranks(model)
     styles = _projections(transformers_model(model)) if ranks > 1 else ()
     return ranks if any(style in DIVIDED for _, style in styles) else 1
 
 
 def has_data_and_tensor_mesh(model: nn.Module) -> bool:
-    """Returns whether this Transformers has a mesh of data and tensor ranks. Since 5.19 it has. It trains with tensor
-    parallelism since then, and its Trainer knows models that were divided as they were loaded."""
+    """Returns whether this Transformers has a mesh of data and tensor ranks, as it does since 5.19. Since then it
+    trains with tensor parallelism, and its Trainer knows models that were divided as they were loaded."""
     return hasattr(transformers_model(model), "_mesh_manager")
 
 
 def wrong_expert_gradients(model: nn.Module) -> int | None:
     """Returns the `ep_size` with which this Transformers gives experts the wrong gradients; None if they are right.
 
-    Before 5.23 it divides gradients of experts by the data ranks through FSDP. Over one rank, where each expert is
-    whole, they are divided twice.
+    Before 5.23 it divides gradients of experts by the data ranks through FSDP. If FSDP runs over one rank, which holds
+    whole experts, they are divided twice.
     """
     inner = transformers_model(model)
     mesh, config = model_mesh(inner), getattr(inner.config, "distributed_config", None)
@@ -129,8 +128,8 @@ def wrong_expert_gradients(model: nn.Module) -> int | None:
 
 
 def divided_by_transformers(model: nn.Module | None) -> bool:
-    """Returns whether Transformers divided a model as it was loaded. Then it saves the weights, and cannot resume the
-    training."""
+    """Returns whether Transformers divided a model as it was loaded. If so, it saves the weights, but cannot resume
+    the training."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
@@ -141,10 +140,10 @@ def wants_sequence_parallel(model: nn.Module) -> bool:
 
 
 def undividable_attention(model: nn.Module) -> Iterator[str]:
-    """Yields where the tensor plan divides attention otherwise than by heads.
+    """Yields layers whose attention the tensor plan does not divide by heads.
 
-    Heads come to a rank whole if all linear layers that queries, keys and values come from are divided by column, or
-    none of them is. The plan is that of the model after the overrides of `DistributedConfig`.
+    Ranks get whole heads if all linear layers that compute queries, keys and values are divided by column, or none of
+    them is. This reads the model's plan after the overrides of `DistributedConfig`.
     """
     inner = transformers_model(model)
     if tensor_ranks(inner) == 1:
@@ -169,8 +168,8 @@ def undividable_attention(model: nn.Module) -> Iterator[str]:
 def adapters_that_fail(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yields layers with adapters of PEFT that do not work with the tensor plan: name, style.
 
-    PEFT divides an adapter as its layer is divided. Of layers that are divided by row it then has other sizes than
-    Transformers reckons with. So it has of all layers where FSDP2 shards these, too, because adapters come later.
+    PEFT divides an adapter as its layer is divided. If the layer is divided by row, the adapter's sizes then differ
+    from what Transformers expects. If FSDP2 also shards layers, this is so in all of them: adapters come later.
     """
     mesh, inner = model_mesh(model), transformers_model(model)
     if mesh is None or mesh.size(mesh.tensor) == 1:
@@ -183,7 +182,7 @@ def adapters_that_fail(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _projections(model: PreTrainedModel) -> Iterator[tuple[str, str | None]]:
-    """Yields names and styles of the linear layers that queries, keys and values come from."""
+    """Yields names and styles of the linear layers that compute queries, keys and values."""
     for layer, module in attention_layers(model).items():
         for projection, _ in module.named_children():
             if projection in (*BY_HEADS, *IN_A_ROW):

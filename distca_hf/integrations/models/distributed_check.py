@@ -1,7 +1,7 @@
-"""Distribution check: ways of dividing a model between ranks that would train wrongly, or cannot train.
+"""Distribution check: refuses ways of dividing a model between ranks that would train wrongly, or cannot train.
 
 `distributed` reads how Transformers divided a model, and the state of Accelerate says what Accelerate divides. A way
-that is not known to be right is refused before the first step. Otherwise a rank would attend to parts of heads, or
+that is not known to be right is refused before the first step. Otherwise a rank could attend to parts of heads, or
 wait for rows that are never sent.
 """
 
@@ -31,16 +31,16 @@ from distca_hf.parallel_context import DeviceMesh, ParallelContext
 from distca_hf.torch_private import sharded_by_fsdp2
 
 
-# Lowest Transformers that trains with tensor parallelism, and with experts that the same tensor ranks divide.
+# Lowest Transformers that trains with tensor parallelism, and with experts divided between the same tensor ranks.
 LOWEST_TENSOR = "5.19"
 # Lowest that sends tokens to experts on other data ranks.
 LOWEST_EXPERTS = "5.20"
-# Lowest that gives experts the right gradients where no two ranks hold parts of the same expert.
+# Lowest that gives experts the right gradients if no two ranks hold parts of the same expert.
 LOWEST_WHOLE_EXPERTS = "5.23"
 
 
 def check_distribution(model: nn.Module) -> ModelMesh | None:
-    """Returns the mesh that a model is divided over, as `distributed.model_mesh`, after all checks.
+    """Runs all checks, and returns the mesh that a model is divided over, as `distributed.model_mesh` does.
 
     Raises:
         ConfigError: the model, or its data, is divided in a way that cannot train with distca; gives all reasons.
@@ -54,11 +54,11 @@ def check_distribution(model: nn.Module) -> ModelMesh | None:
 
 
 def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
-    """Lets a context follow the mesh that a model is divided over, after all checks. A model that Transformers did not
-    divide says nothing about ranks.
+    """Runs all checks, then makes a context follow the mesh that a model is divided over. Leaves it unchanged if
+    Transformers did not divide the model.
 
     Raises:
-        ConfigError: as `check_distribution`; or a loader, a model or the user has divided the ranks in another way.
+        ConfigError: as `check_distribution`; or a loader, a model or the user has divided the ranks differently.
         UnsupportedAttentionError: it is not a Transformers model.
     """
     found = check_distribution(model)
@@ -67,11 +67,11 @@ def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
 
 
 def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
-    """Checks that no two ranks which share documents hold different heads: rows of one would arrive where other heads
-    are. FSDP2 brings weights together before they are used, and divides no heads.
+    """Checks that no two ranks that share documents hold different heads: rows of one rank would meet other heads on
+    the other. FSDP2 gathers weights before they are used, and divides no heads.
 
     Raises:
-        ConfigError: a weight of an attention layer is divided between some of them; names it and both.
+        ConfigError: a weight of an attention layer is divided between some of these ranks; names it and the ranks.
     """
     members, sharded = context.members, sharded_by_fsdp2(model)
     if sharded is None:
@@ -92,8 +92,8 @@ def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
 
 
 def _weights_as_they_are(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields weights that modules of a layer compute with, by name. Where a class computes an attribute of this name
-    (`torch.nn.utils.parametrize`, or a sharding that is written as a property), it may bring parts together first."""
+    """Yields weights that modules of a layer compute with, by name. Skips a weight if the class computes an attribute
+    of its name (`torch.nn.utils.parametrize`, or sharding as a property), which may gather parts first."""
     for name, module in layer.named_modules():
         if isinstance(module, ParametrizationList):
             continue
@@ -103,10 +103,10 @@ def _weights_as_they_are(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int]:
-    """Returns the ranks of the job that hold parts of a weight where this one does.
+    """Returns the ranks of the job that share a weight with this rank, each holding a part.
 
     Args:
-        sharded_over: mesh along which FSDP2 brings parts together before use; None if it does not shard the weight.
+        sharded_over: mesh along which FSDP2 gathers parts before use; None if it does not shard the weight.
     """
     mesh = weight.device_mesh
     at = mesh.get_coordinate()
@@ -123,7 +123,7 @@ def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int
 
 
 def refused_distribution(model: nn.Module) -> Iterator[str]:
-    """Yields all reasons against the way in which a model, or its data, is divided between ranks.
+    """Yields all reasons against the way a model, or its data, is divided between ranks.
 
     Raises:
         ConfigError, UnsupportedAttentionError: as `distributed.model_mesh`.
@@ -164,8 +164,8 @@ def refused_distribution(model: nn.Module) -> Iterator[str]:
 
 
 def _undivided_heads(model: nn.Module, tensor: int) -> Iterator[str]:
-    """Yields the first layer whose heads the tensor ranks cannot divide. Transformers would fail in the first forward
-    pass, at a reshape."""
+    """Yields the first layer whose heads the tensor ranks cannot divide evenly. Transformers would fail in the first
+    forward pass, at a reshape."""
     if heads_divided_by(model) == 1:
         return
     for layer, heads in whole_heads_of_layers(model).items():
@@ -177,7 +177,7 @@ def _undivided_heads(model: nn.Module, tensor: int) -> Iterator[str]:
 
 
 def _accelerate(mesh: ModelMesh | None, tensor: int) -> Iterator[str]:
-    """Yields what Accelerate divides by itself."""
+    """Yields reasons against what Accelerate itself divides."""
     if not AcceleratorState._shared_state:  # no Accelerator was made
         return
     state = AcceleratorState()
@@ -215,5 +215,5 @@ def _accelerate(mesh: ModelMesh | None, tensor: int) -> Iterator[str]:
 
 
 def _instead(tensor: int) -> str:
-    """Returns how Transformers is asked for so many tensor ranks."""
+    """Returns the call that asks Transformers for this many tensor ranks."""
     return f"from_pretrained(..., distributed_config=DistributedConfig(tp_size={tensor}, fsdp_size=...))"

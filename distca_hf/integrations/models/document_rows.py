@@ -1,4 +1,4 @@
-"""Document rows: every document as a separate row, for layers with a state that know nothing of packed rows.
+"""Document rows: every document as a separate row, for layers with a state that do not support packed rows.
 
 A whole mixer runs on batches of documents (`runtime.buckets`). That is exact for every mixer and needs no kernel.
 """
@@ -17,12 +17,12 @@ from distca_hf.torch_private import hidden_from_dynamo
 class DocumentRows:
     """Rows of the documents in `[batch_size, row_tokens]` tokens.
 
-    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these.
+    This is not a tuple, mapping or dataclass: wrappers look into those in a model's arguments, and copy them.
 
     Args:
         document_tokens: `[documents]` lengths.
-        rows: `[tokens]` row of each token of these documents, counted over the batch; None: one after the other.
-        device: where the tokens are.
+        rows: `[tokens]` place of each token of these documents in the flattened batch; None: one after the other.
+        device: of the tokens.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class DocumentRows:
 
     @hidden_from_dynamo
     def mix(self, mixer: Callable[..., object], args: tuple[object, ...], keywords: Mapping[str, object]) -> object:
-        """Runs a mixer on every document alone. Outside of compiled graphs: every batch has other numbers of documents
-        and tokens, and mixers of Transformers fail in graphs of such dynamic shapes.
+        """Runs a mixer on every document separately, outside compiled graphs: numbers of documents and tokens differ
+        between batches, and mixers of Transformers fail in graphs with these dynamic shapes.
 
         Args:
             mixer: returns a tensor of its tokens, or a tuple that begins with one.
-            args, keywords: its arguments. Tensors of one row per token are gathered. A cache is left out: it has one
-                state for every row of the batch. Others are passed as they are.
+            args, keywords: its arguments. Gathers tensors with one row per token, drops a cache, which has one state
+                for every row of the batch, and passes others unchanged.
 
         Returns:
-            `[batch_size, row_tokens, ...]` the mixer's output; 0 in rows of no document. In a tuple None follows:
-            states of single documents are of no use to the layer.
+            `[batch_size, row_tokens, ...]` the mixer's output, 0 for tokens of no document. In a tuple, Nones follow:
+            the layer cannot use states of single documents.
         """
         in_tuple = 0
 
@@ -65,7 +65,7 @@ class DocumentRows:
         return (whole, *[None] * (in_tuple - 1)) if in_tuple else whole
 
     def _gathered(self, value: Any, gather: Gather) -> object:
-        """Returns the tokens of a batch of documents; None for a cache; other values as they are."""
+        """Returns the tokens of a batch of documents; None for a cache; other values unchanged."""
         if isinstance(value, Cache):
             return None
         if isinstance(value, tuple):

@@ -1,8 +1,8 @@
-"""Forward check: an enabled model must stay the one that was checked, and all of its attention must come here.
+"""Forward check: an enabled model must stay as it was checked, and all of its attention must go through distca.
 
 A model is checked once, when it is enabled. Programs may copy or change it afterwards. So every forward pass with a
-plan is checked before its first layer and after its last one. Ranks that run a model together must share its facts,
-which they compare.
+plan is checked before its first layer and after its last one. Ranks that run a model together compare its facts, which
+must be equal.
 """
 
 import copy
@@ -39,8 +39,8 @@ from distca_hf.torch_private import ddp_awaits_every_gradient
 
 log = get_logger(__name__)
 
-# Entries of a config that do not change the numbers of a forward pass: origin of the model, kind of its answers.
-# Saving a model sets some of them, on the rank that saves.
+# Entries of a config that do not change the numbers of a forward pass: the model's origin, its kind of output. Saving
+# a model sets some of them, on the rank that saves.
 ABOUT_A_CONFIG = frozenset(
     {
         "architectures",
@@ -56,7 +56,7 @@ ABOUT_A_CONFIG = frozenset(
 # Attributes of modules that other facts cover, or that do not change numbers.
 ABOUT_A_MODULE = frozenset({"gradient_checkpointing", "name_or_path", "training"})
 TRAINED = "parameters and which of them are trained"
-# Attributes of PEFT's layers that decide what their adapters add.
+# Attributes of PEFT's layers that determine what their adapters add.
 OF_ADAPTERS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
 
 
@@ -66,7 +66,7 @@ class ForwardCheck:
     Attributes:
         layers: its attention layers by name, in the order of their numbers.
         position_limits: longest documents that the model can take.
-        towers: parts of a multimodal model besides its text, by name.
+        towers: parts of a multimodal model outside its text part, by name.
         masks: masks of its attention layers by name, as placement counts them.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: of the latest pass; None before the first one.
@@ -88,14 +88,14 @@ class ForwardCheck:
         self._warned_of_plugin = self._warned_of_implementation = self._takes_placed = False
 
     def forget_passes(self) -> None:
-        """Forgets what passes were like so far."""
+        """Forgets everything about earlier passes."""
         self.num_calls = self.calls_before = self._module_facts = self._state = None
 
     def facts(self, again: bool) -> dict[str, object]:
-        """Returns what must be the same of the model on all ranks. Modules are read once, before the first pass.
+        """Returns facts about the model that must be the same on all ranks. Reads modules once, before the first pass.
 
         Args:
-            again: whether to look again which parameters are trained.
+            again: whether to read again which parameters are trained.
         """
         if self._module_facts is None:
             self._module_facts = module_facts(self._root)
@@ -107,7 +107,7 @@ class ForwardCheck:
         """Returns checksums of weights and buffers to compare in this pass; see `SharedState`.
 
         Args:
-            grid: of all ranks. Tensor ranks may hold parts of weights that torch knows nothing of.
+            grid: of all ranks. Tensor ranks may hold parts of weights that torch does not know about.
         """
         if len(grid.members(Scope.LAYERS)) == 1:
             return {}
@@ -129,10 +129,10 @@ class ForwardCheck:
         self.check_implementation(trains=True)
 
     def check_implementation(self, trains: bool) -> None:
-        """Checks that the model still attends through distca, also where a rank attends locally.
+        """Checks that the model still attends through distca, even if a rank attends locally.
 
         Args:
-            trains: whether the pass trains. In others another implementation may be meant, and is warned of once.
+            trains: whether the pass trains. If not, another implementation may be intended, and only warns once.
 
         Raises:
             PlanError: its attention implementation was changed.
@@ -153,8 +153,8 @@ class ForwardCheck:
         log.warning("%s", message)
 
     def images_wait(self, trains: bool) -> bool:
-        """Returns whether a rank that holds images waits for ranks without any: for weights of its towers, or for
-        their gradients. Asked for once the model was wrapped.
+        """Returns whether a rank with images waits for ranks without images: for weights of its towers, or for their
+        gradients. Call it after the model was wrapped.
 
         Args:
             trains: whether backward follows.
@@ -169,7 +169,7 @@ class ForwardCheck:
         return ddp_awaits_every_gradient() or any(hasattr(weight, "_hp_mapping") for weight in self._beside_text)
 
     def gradients_before_decoder(self) -> tuple[bool, ...]:
-        """Returns whether embeddings and towers need gradients: then gradients of rows travel to them."""
+        """Returns whether embeddings and towers need gradients, which then travel to them from rows."""
         parts = transformers_model(self._root).get_input_embeddings().modules()
         embeddings = (x for part in parts for x in part._parameters.values() if x is not None)  # in half the time
         return any(x.requires_grad for x in embeddings), any(x.requires_grad for x in self._beside_text)
@@ -179,10 +179,10 @@ class ForwardCheck:
         return list(weights_beside_text(transformers_model(self._root)).values()) if self.towers else []
 
     def check_plan(self, plan: LivePlan) -> None:
-        """Checks that the model's positions reach as far as the longest document; warns of another plugin.
+        """Checks that the model's positions reach the end of the longest document; warns of another plugin.
 
         Raises:
-            UnsupportedAttentionError: the longest document is too long for them.
+            UnsupportedAttentionError: they do not.
         """
         self.position_limits.check(plan.longest_document_tokens, f"micro-batch {plan.micro_batch}")
         if plan.config is self._config or self._warned_of_plugin:
@@ -201,7 +201,7 @@ class ForwardCheck:
             )
 
     def check_placed(self, batch: Batch, plan: LivePlan) -> None:
-        """Checks that a placed batch still has all that a model cannot make of its tokens.
+        """Checks that a placed batch still has everything that a model cannot derive from its tokens.
 
         Raises:
             PlanError: the model would count positions, or shift labels, itself.
@@ -228,11 +228,11 @@ class ForwardCheck:
             )
 
     def check_calls(self, plan: LivePlan) -> None:
-        """Checks at the end of a pass that its number of attention calls is that of every pass before.
+        """Checks at the end of a pass that it had as many attention calls as every earlier pass.
 
         Raises:
-            UnsupportedAttentionError: in the first pass some layers computed something else.
-            PlanError: in a later pass some layers did, or were left out.
+            UnsupportedAttentionError: some layers computed something else in the first pass.
+            PlanError: some layers did so, or were left out, in a later pass.
         """
         calls = plan.forward_pass.calls
         if self.num_calls is None and calls < len(self.layers):
@@ -252,7 +252,7 @@ class ForwardCheck:
         self.num_calls, self.calls_before = calls, plan.forward_pass.made
 
     def _check_masks(self, forward_pass: ForwardPass) -> None:
-        """Warns, after the first pass, of layers that attend with other windows than placement was told."""
+        """Warns after the first pass of layers that attend with other windows than placement expects."""
         names, planned = list(self.layers), self.masks
         if len(forward_pass.layers) != len(forward_pass.made.masks):  # an attention server was lost meanwhile
             return
@@ -274,14 +274,14 @@ class ForwardCheck:
 
 
 def module_facts(model: nn.Module) -> dict[str, object]:
-    """Returns facts about modules and parameters. Computed once: reading all modules takes milliseconds.
+    """Returns facts about modules and parameters. Call it once: reading all modules takes milliseconds.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
     """
     inner = transformers_model(model)
     names = [(name, getattr(layer, "layer_idx", None)) for name, layer in attention_layers(inner).items()]
-    # Shapes of weights are left out: sharding leaves each rank another part of them.
+    # Without shapes of weights: sharding gives each rank a different part of them.
     settings = [
         (name, type(module).__name__, module.training == inner.training, _plain_attributes(module))
         for name, module in inner.named_modules()
@@ -301,13 +301,13 @@ def module_facts(model: nn.Module) -> dict[str, object]:
 
 
 def _trained(model: nn.Module) -> str:
-    """Returns a checksum of the names of parameters, and of which are trained: one that a rank freezes would lose the
-    gradients of all rows that are placed there."""
+    """Returns a checksum of parameters' names, and of which are trained. A parameter that one rank freezes would lose
+    the gradients of all rows placed on that rank."""
     return _checksum([(name, parameter.requires_grad) for name, parameter in model.named_parameters()])
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[str, object]]:
-    """Returns attributes of modules of torch, Transformers and PEFT: others may hold their rank, for example."""
+    """Returns attributes of a module of torch, Transformers or PEFT; none of others, which may hold their rank."""
     of = type(module).__module__
     if of.startswith("peft.tuners."):
         return [(name, vars(module).get(name)) for name in OF_ADAPTERS]
@@ -329,7 +329,7 @@ class ConfigFacts:
         self._facts: dict[str, object] = {}
 
     def now(self) -> dict[str, object]:
-        """Returns them by name. Written out anew only if they have changed: that takes a fifth of a millisecond."""
+        """Returns them by name. Formats them only if they have changed: that takes a fifth of a millisecond."""
         if self._seen != vars(self._config):
             self._seen = copy.deepcopy(vars(self._config))
             self._facts = {
@@ -348,8 +348,8 @@ def _checksum(value: object) -> str:
 
 
 def are_sharded(model: nn.Module, towers: Collection[nn.Module]) -> bool:
-    """Returns whether weights of a model's towers are sharded (FSDP, ZeRO-3). Then a rank that looks at an image waits
-    for the weights of all others."""
+    """Returns whether weights of a model's towers are sharded (FSDP, ZeRO-3). If so, a rank with an image waits for
+    the weights of all others."""
     wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     wrapped = {part for wrapper in wrappers for part in wrapper.modules()}
     return any(

@@ -1,7 +1,7 @@
 """Forward watch: checks a model when it is enabled, and watches each of its forward passes from then on.
 
-Hooks find or make the plan of every batch, and check the pass around it. Batches of `plugin.dataloader` bring their
-plan along. For any other batch that trains, ranks agree here. Its plan is made ahead, or when the decoder begins.
+Hooks find or make the plan of every batch, and check its pass. Batches of `plugin.dataloader` bring their plan along.
+For any other training batch, ranks agree here. Its plan is made ahead, or when the decoder begins.
 """
 
 import inspect
@@ -73,7 +73,7 @@ class ForwardWatch:
         context: settings and transports that its passes follow.
         planner: plans given batches; None before the first one.
         position_limits: how long documents of the model may be.
-        flops: floating-point operations of the model; None if they are not known.
+        flops: floating-point operations of the model; None if unknown.
         report: logs lines about the training.
         reported_steps: writes traces of reported passes.
         attention_dtype: dtype of attention in the latest batch with a plan; None before the first one.
@@ -116,15 +116,15 @@ class ForwardWatch:
         self._handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ForwardWatch":
-        """Returns itself: a copied model keeps the watch of the original, which notices that it is another one."""
+        """Returns itself: a copied model keeps the watch of the original, which notices the copy."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
+        """Pickles as None: a model that is stored, or sent to another process, is not enabled there."""
         return type(None), ()
 
     def enter(self) -> None:
-        """Begins to watch: adds the hooks."""
+        """Adds the hooks, and begins to watch."""
         for part in {self.root, transformers_model(self.root)}:
             setattr(part, WATCH, self)
         self._handles = [
@@ -137,8 +137,8 @@ class ForwardWatch:
         self._borders.enter()
 
     def leave(self, modules: Collection[nn.Module]) -> None:
-        """Removes the hooks from modules of the enabled model, or of a copy, whose hooks are copies, too. Checkpointed
-        modules get back the functions that they had."""
+        """Removes the hooks from modules of the enabled model, or of a copy, whose hooks are copies too. Restores the
+        functions of checkpointed modules."""
         is_original = transformers_model(self.root) in modules
         for module in {*modules, self.root} if is_original else modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -156,11 +156,11 @@ class ForwardWatch:
             self._recomputed.leave()
 
     def is_up_to_date(self) -> bool:
-        """Returns whether the masks of layers are those that the model had when it was enabled."""
+        """Returns whether the masks of layers are unchanged since the model was enabled."""
         return self._check.masks == masks_of_layers(self.root)
 
     def forget_passes(self) -> None:
-        """Makes the next pass count as the first one, so that layers may change."""
+        """Makes the next pass count as the first one: layers may then have changed."""
         self._check.forget_passes()
         self._passes_with_gradients = 0
 
@@ -169,7 +169,7 @@ class ForwardWatch:
         return self._is_running
 
     def bookmark_given(self) -> Callable[[], None]:
-        """Returns a function that forgets all given batches planned since this call: they are planned again."""
+        """Returns a function that forgets the plans of all given batches since this call, to plan them again."""
         if self.planner is not None:
             return self.planner.bookmark()
 
@@ -181,7 +181,7 @@ class ForwardWatch:
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         if not any(isinstance(given.get(name), torch.Tensor) for name in TOKENS):
-            return None  # a method runs in place of forward
+            return None  # a method runs instead of forward
         self._is_running = True
         self._borders.end()
         self.loss.begin(None)
@@ -227,7 +227,7 @@ class ForwardWatch:
         rows_wait = self._recomputed.prepare(module, self.context, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
         is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
-        if is_looked_at:  # it may be wrapped at any time
+        if is_looked_at:  # the model may be wrapped at any time
             check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
         self._facts = {
@@ -255,7 +255,7 @@ class ForwardWatch:
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller chose a value.
 
-        A cache would keep the keys of all layers alive, and nothing is generated from a batch with a plan.
+        A cache would keep the keys of all layers alive, but batches with a plan are not used for generation.
         """
         if not self._accepts_use_cache or batch.get("use_cache") is not None:
             return {}
@@ -267,7 +267,7 @@ class ForwardWatch:
     def _attends_locally(self, batch: Batch, trains: bool, evaluates: bool) -> bool:
         """Returns whether this rank attends to a batch without a plan, independently of other ranks.
 
-        It does on a single rank, with a cache, and if the model is not training (evaluation, generation, a teacher)
+        It does so on a single rank, with a cache, and if the model is not training (evaluation, generation, a teacher)
         unless the setting `evaluate` is "distca".
         """
         evaluates = evaluates and self.context.evaluate == "distca"
@@ -277,7 +277,7 @@ class ForwardWatch:
         return one_rank or not (trains or evaluates) or cache_of(batch) is not None
 
     def _plan_given(self, module: nn.Module, batch: Batch, trains: bool) -> LivePlan | None:
-        """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide alike."""
+        """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide the same."""
         self._check.check_model(module)
         planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
         returning, reason = self.loss.begin(batch if trains and not self._mixers.need_whole else None)
@@ -294,7 +294,7 @@ class ForwardWatch:
         return plan
 
     def _planner_on(self, device: torch.device) -> GivenPlanner:
-        """Returns the planner of given batches, made when it is first asked for."""
+        """Returns the planner of given batches; makes it on the first call."""
         if self.planner is None:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self._layer_masks
@@ -304,7 +304,7 @@ class ForwardWatch:
         return self.planner
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
-        """Lets ranks plan ahead the batches that are known when a step begins; see `GivenPlanner.begin_step`."""
+        """Lets ranks plan the batches ahead that are known when a step begins; see `GivenPlanner.begin_step`."""
         if len(self.context.members.compute_ranks) > 1:
             self._planner_on(device).begin_step(readings, step_batches, device)
 
@@ -345,25 +345,25 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
     `accelerator.prepare`).
 
-    The model trains on any packed or padded batch, with any loss: rows are placed inside the model, so that ranks have
-    equal work. Its text attends with distca from then on, whatever attention it was loaded with; towers keep theirs.
-    With batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over
-    all labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one
-    (for accumulation, say).
+    The model trains on any packed or padded batch, with any loss: rows are placed inside the model to give ranks equal
+    work. Its text then attends with distca, whatever attention it was loaded with; towers keep their own. With batches
+    of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over all labels of
+    the global micro-batch. For that, this fills in `num_items_in_batch`, unless the caller passes one (for
+    accumulation, say).
 
     Args:
         model: a Transformers model, or a PEFT model around one.
         plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
-        longest_document_tokens: longest document that the model will see. Some rotary embeddings are refused or
-            accepted by it. By default data ranks x `tokens_per_rank`; without that, what the model's positions reach.
+        longest_document_tokens: longest document that the model will see. It decides whether some rotary embeddings
+            are accepted. Default: data ranks x `tokens_per_rank`; if that is unset, what the model's positions reach.
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedAttentionError: the model would compute something else than its own attention; gives all reasons.
-        ConfigError: the model is divided between ranks in a way that cannot train, or otherwise than the plugin's
-            loaders and models before it.
+        UnsupportedAttentionError: the model would compute something other than its own attention; gives all reasons.
+        ConfigError: the model is divided between ranks in a way that cannot train, or differently from the plugin's
+            earlier loaders and models.
     """
     follow_mesh(model, plugin)
     longest = longest_document_tokens or plugin.tokens_per_rank * len(plugin.members.token_ranks)

@@ -1,10 +1,10 @@
-"""Hooks of an enabled model, and those around its backbone.
+"""Hooks of an enabled model, and hooks around its backbone.
 
-Copies of the model share its hooks; a stored one comes back without its method, and does nothing.
+Copies of the model share its hooks; a pickled hook is restored without its method, and does nothing.
 
-Programs with their own head call the backbone (`model.model`) and not the enabled root: fused losses, and trainers of
-TRL, which also run their methods in place of the root's forward so that DDP and FSDP take part. Such a training pass
-is begun and ended here as others are at the root.
+Programs with their own head call the backbone (`model.model`) instead of the enabled root: fused losses, and trainers
+of TRL, which also run their methods instead of the root's forward to involve DDP and FSDP. Hooks here begin and end
+these training passes, as the root's hooks do for others.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Keywords = dict[str, Any]
 
 
 class Hook:
-    """A hook that calls a method, and that a compiler may look into."""
+    """A hook that calls a method, and that a compiler may trace."""
 
     def __init__(self, method: Callable[..., object] | None = None) -> None:
         self._method = method
@@ -39,7 +39,7 @@ class Hook:
 
 
 class HiddenHook(Hook):
-    """A hook that no compiler looks into."""
+    """A hook that no compiler traces."""
 
     @hidden_from_dynamo
     def __call__(self, *arguments: object) -> object:
@@ -76,7 +76,7 @@ class BackboneCalls:
             ]
 
     def leave(self, backbone: nn.Module) -> None:
-        """Removes the hooks from the backbone, or from the backbone of a copy, whose hooks are copies, too."""
+        """Removes the hooks from the backbone, or from the backbone of a copy, whose hooks are copies too."""
         for handle in self._handles:
             if backbone is self._backbone:
                 handle.remove()
@@ -84,7 +84,7 @@ class BackboneCalls:
             backbone._forward_hooks.pop(handle.id, None)
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
-        """Begins a pass, if the root was not called. torch.compile traces this; there is nothing to do if it was."""
+        """Begins a pass if the root was not called, otherwise does nothing. torch.compile traces this."""
         if kwargs.get("distca_plan") is not None or not (module.training and torch.is_grad_enabled()):
             return None
         return None if self._is_running() and not self._is_open else self._open(module, args, kwargs)

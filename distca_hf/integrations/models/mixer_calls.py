@@ -2,7 +2,8 @@
 
 The rows of a pass are a keyword of the model, which layers get and pass on to their mixers. Checkpointing keeps the
 arguments of a layer, so recomputation has the rows of its pass, even if other passes have run meanwhile. It calls no
-hook of the layer. The mask, which a plan makes needless, stands in for the keyword in layers that keep it (Jamba).
+hooks of the layer. Some layers do not pass the keyword on (Jamba): there it takes the place of the mask, which a plan
+makes unnecessary.
 """
 
 import inspect
@@ -27,28 +28,28 @@ from distca_hf.torch_private import hidden_from_dynamo
 # Keyword of models and layers that holds the `CarriedRows` or `DocumentRows` of a pass.
 KEYWORD = "distca_documents"
 MASK = "attention_mask"
-# Arguments of mixers that are about padding, which the plan knows.
+# Arguments of mixers for padding and documents, which the plan knows.
 NOT_CARRIED = frozenset({MASK, "seq_idx"})
 
 
 @lru_cache(maxsize=256)
 def keeps_keywords(forward: Callable[..., Any], mixer: str) -> bool:
-    """Returns whether the source of a layer's forward function shows that it passes no further keywords on to its
-    mixer; False without a source.
+    """Returns whether a layer does not pass further keywords on to its mixer, according to the source of its forward
+    function; False without a source.
 
     Args:
-        mixer: its attribute in the layer.
+        mixer: name of the layer's attribute.
     """
     calls_it = re.search(rf"self\.{mixer}\((?:[^()]|\([^()]*\))*\)", source_of(forward))
     return calls_it is not None and "**" not in calls_it.group()
 
 
 class CalledFunctions:
-    """The functions that mixers of one class call: their forward function, and those that it finds in its module.
+    """The functions that mixers of one class call: their forward function, and what it finds in its module.
 
     Raises:
-        UnsupportedAttentionError: others have wrapped the forward function. Functions are replaced inside of it, so
-            the wrapper would not run.
+        UnsupportedAttentionError: someone has wrapped the forward function. Functions are replaced inside it, so the
+            wrapper would not run.
     """
 
     def __init__(self, mixer: nn.Module) -> None:
@@ -68,11 +69,11 @@ class CalledFunctions:
         return [*map(self._of_module.get, self._names)]
 
     def has_changed(self) -> bool:
-        """Returns whether a function of the module is another one than at the last call. It compares objects, in 2 µs
-        for all mixers of a class.
+        """Returns whether a function of the module has changed since the last call. Compares objects, in 2 µs for all
+        mixers of a class.
 
         Raises:
-            UnsupportedAttentionError: the forward function is another one.
+            UnsupportedAttentionError: the forward function has changed.
         """
         if self._class.forward is not self._forward:
             raise UnsupportedAttentionError(
@@ -85,7 +86,7 @@ class CalledFunctions:
 
 
 def _module_of(function: Any) -> str:
-    """Returns where a function was defined; `wraps` gives it the `__module__` of the one inside."""
+    """Returns the module that defines a function. Its `__module__` may be of another function, copied by `wraps`."""
     return str(getattr(function, "__globals__", {}).get("__name__", type(function).__name__))
 
 
@@ -100,7 +101,7 @@ class Apart:
         name: of the mixer.
         documents: rows of the layer's latest call; None if every row of the batch is a document.
         mixed: rows of the mixer's latest call, which may be a recomputation.
-        before: the forward function that was set on the module before; None if that of its class counts.
+        before: the forward function that was set on the module before; None if it had only its class's.
     """
 
     def __init__(self, mixer: nn.Module, name: str) -> None:
@@ -114,17 +115,17 @@ class Apart:
         self._mixer, self._known = mixer, {one.name for one in parameters if one.kind in kinds}
 
     def __getstate__(self) -> dict[str, object]:
-        """Returns what copies have. They make their own functions anew, and rows of a pass are bound to its plan."""
+        """Returns what copies get: they make their own functions, and rows of a pass are bound to its plan."""
         return vars(self) | {"_carried": None, "documents": None, "mixed": None}
 
     def forget_functions(self) -> None:
-        """Lets the next call find the functions that the mixer calls."""
+        """Makes the next call look up the functions that the mixer calls."""
         self._carried = None
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: object, **keywords: object) -> object:
-        """Runs the mixer. Keywords that it does not name are left out: they are meant for attention, or say where
-        documents begin in a way that it may not follow."""
+        """Runs the mixer. Drops keywords that it does not name: they are for attention, or say where documents begin
+        in a way that it may not follow."""
         rows: Any = keywords.get(KEYWORD, self.documents)
         if isinstance(keywords.get(MASK), CarriedRows):
             rows, keywords = keywords[MASK], {**keywords, MASK: None}
@@ -140,8 +141,8 @@ class Apart:
 
     @hidden_from_dynamo
     def _carry(self, args: tuple[object, ...], keywords: dict[str, object]) -> object:
-        """Runs the mixer on rows whose states travel. A cache is left out: it has one state for the whole row. So are
-        masks: padding is known from the plan. A batch of several rows becomes one: the plan tells documents apart."""
+        """Runs the mixer on rows whose states travel. Drops a cache, which has one state for the whole row, and masks,
+        because the plan knows the padding. Joins several rows into one: the plan tells documents apart."""
         if self._carried is None:
             self._carried = carried_forward(self._mixer, self._rows, self.name)
         given = {name: None if name in NOT_CARRIED else value for name, value in keywords.items()}
@@ -168,7 +169,7 @@ class GiveDocuments:
     """A hook of a layer: gives the documents of the pass to the layer's mixers.
 
     Args:
-        by_mask: whether the layer keeps keywords, so that the mask stands in for ours.
+        by_mask: whether ours takes the place of the mask, because the layer does not pass keywords on.
     """
 
     def __init__(self, layer_name: str, mixers: list[Apart], by_mask: bool) -> None:
@@ -188,7 +189,7 @@ class GiveDocuments:
         return None
 
     def _check_rows(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
-        """Checks that a layer which runs outside of its enabled model has one document in every row."""
+        """Checks that a layer that runs outside its enabled model has one document in every row."""
         positions, mask = keywords.get("position_ids"), keywords.get(MASK)
         is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
         is_packed = keywords.get("cu_seq_lens_q") is not None or (

@@ -1,19 +1,18 @@
 """Mixers: parts of layers that mix tokens by other means than attention, found by their structure.
 
 A mixer is a module that a layer calls directly, that has no attention of Transformers' interface inside, and whose
-class carries a state. Generation needs only that state of all tokens before, so no token depends on later ones.
+class carries a state. Generation needs only that state from all earlier tokens, so no token depends on later ones.
 Anything else that mixes tokens is refused by name.
 
-    gated delta nets, KDA, Mamba, short convolutions    states travel, documents are cut as anywhere (`carried_mixers`)
-    lightning attention, RG-LRU, classes not known      documents stay whole, each in a separate row
+    gated delta nets, KDA, Mamba, short convolutions    states travel, documents are cut as usual (`carried_mixers`)
+    lightning attention, RG-LRU, unknown classes        documents stay whole, each in a separate row
                                                         (`document_rows`), and only tasks of attention layers move
 
-Offsets for kernels that know packed rows are not passed on from batches: Transformers leaves an argument out that an
-installed kernel does not have, and documents would see each other. The rows of a pass travel to the layers as a
-keyword (`mixer_calls`).
+Batches' offsets for kernels that know packed rows are not passed on: Transformers drops arguments that an installed
+kernel lacks, and documents would see each other. The rows of a pass travel to the layers as a keyword (`mixer_calls`).
 
-Attention may take a row for a document if nothing else is said, but a batch that a model with mixers trains on must
-say where documents begin, and all that it says must agree (`finding.stated_lengths`).
+Attention may treat a row as a document by default. But a training batch for a model with mixers must say where
+documents begin, and everything it says must agree (`finding.stated_lengths`).
 """
 
 import re
@@ -41,11 +40,11 @@ from distca_hf.version import older_than
 
 log = get_logger(__name__)
 
-# Layer types of configurations whose tokens attend to tokens before them, or do not see each other.
+# Layer types in configurations whose tokens attend to earlier tokens, or do not see each other.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
-# Lowest Transformers whose mixers call functions by names that are known, so that their states can travel.
+# Lowest Transformers whose mixers call functions by known names, which lets their states travel.
 LOWEST_STATES = "5.15"
-# Names that Transformers' classes have for a state, as an attribute or in a cache.
+# Names of states in Transformers' classes, as attributes or in a cache.
 STATE = re.compile(r"(conv|conv1d|recurrent|ssm|linear)_(states?|cache)\b")
 
 
@@ -64,8 +63,8 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def needs_whole_documents(model: nn.Module) -> bool:
-    """Returns whether a model has mixers, besides attention, whose states cannot travel. A model without attention is
-    refused.
+    """Returns whether a model has attention and mixers whose states cannot travel. A model without attention is
+    refused elsewhere.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
@@ -76,8 +75,8 @@ def needs_whole_documents(model: nn.Module) -> bool:
 
 
 def halo_tokens_for(model: nn.Module) -> int | None:
-    """Returns how many tokens before a part of a document the mixers of a model see; None if it has none, or needs
-    whole documents."""
+    """Returns how many tokens before a part of a document the mixers of a model see; None if it has no mixers, or
+    needs whole documents."""
     mixers = mixers_of(transformers_model(model)).values()
     return max(map(halo_tokens_of, mixers)) if mixers and all(map(carries, mixers)) else None
 
@@ -104,8 +103,8 @@ def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator
 
 
 def _mixes_tokens(part: nn.Module, attention: set[nn.Module], mixers: set[nn.Module]) -> bool:
-    """Returns whether a module that is not a mixer convolves or carries a state. Modules that hold attention or a
-    mixer may name the states of these."""
+    """Returns whether a module that is not a mixer convolves or carries a state. A module that holds attention or a
+    mixer may name its states."""
     if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase):
         return True
     inside = set(part.modules())
@@ -123,7 +122,7 @@ class MixerWatch:
 
     Attributes:
         lengths: returns lengths of the documents of a batch, and checks them.
-        carry: whether there are mixers, and states of all of them travel.
+        carry: whether there are mixers, and the states of all of them travel.
         need_whole: whether there are mixers that need whole documents.
         halo_tokens: see `halo_tokens_for`.
     """
@@ -143,7 +142,7 @@ class MixerWatch:
         self._rows: CarriedRows | DocumentRows | None = None  # of the present pass
 
     def enter(self) -> None:
-        """Lets mixers keep documents apart, and logs it."""
+        """Makes mixers keep documents apart, and logs it."""
         of_layers: dict[str, list[Apart]] = {}
         for name, mixer in self.mixers.items():
             apart = Apart(mixer, name)
@@ -170,7 +169,7 @@ class MixerWatch:
                 )
 
     def leave(self, module: nn.Module) -> None:
-        """Undoes `enter`, in the model or in a copy."""
+        """Undoes `enter` in the model or a copy."""
         for part in module.modules() if self.mixers else ():
             for number, hook in list(part._forward_pre_hooks.items()):
                 if isinstance(hook, GiveDocuments):
@@ -187,8 +186,8 @@ class MixerWatch:
 
         Raises:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers, or their forward function was replaced.
-            PlanError: the plan cuts documents that must be whole.
-            PackingError: a cache is asked for.
+            PlanError: the plan cuts documents that must stay whole.
+            PackingError: the batch asks for a cache.
         """
         self._rows = None
         if not self.mixers:
@@ -216,11 +215,11 @@ class MixerWatch:
         return {KEYWORD: self._rows}
 
     def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
-        """Returns further keywords for a pass of this rank alone.
+        """Returns further keywords for a local pass of this rank.
 
         Raises:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
-            PackingError: nothing says where documents begin, sources disagree, or a cache is asked for.
+            PackingError: nothing says where documents begin, sources disagree, or the batch asks for a cache.
         """
         self._rows = None
         if not self.mixers:
@@ -243,10 +242,10 @@ class MixerWatch:
         return {KEYWORD: self._rows} | ({"use_cache": False} if self._accepts_use_cache else {})
 
     def check_ran(self) -> None:
-        """Checks, after a pass, that the mixers of each layer that ran kept documents apart.
+        """Checks after a pass that the mixers of each layer that ran kept documents apart.
 
         Raises:
-            UnsupportedAttentionError: a layer called something else in place of its mixer.
+            UnsupportedAttentionError: a layer called something else instead of its mixer.
         """
         rows, self._rows = self._rows, None
         for apart in self._apart if rows is not None else ():
@@ -258,18 +257,18 @@ class MixerWatch:
                 )
 
     def _follow_functions(self) -> None:
-        """Lets mixers call the functions that their modules have now: a kernel may have been put there."""
-        if any([called.has_changed() for called in self._called]):  # a list: all must look
+        """Makes mixers call the functions that their modules have now: someone may have installed a kernel."""
+        if any([called.has_changed() for called in self._called]):  # a list: all must be checked
             for apart in self._apart:
                 apart.forget_functions()
             log.info("%s call other functions than in the pass before; states travel through these", self._named)
 
     def _check_weights(self) -> None:
-        """Checks that the weights of mixers are there as long as a layer runs.
+        """Checks that the weights of mixers are available while a layer runs.
 
         Raises:
-            UnsupportedAttentionError: ZeRO-3 gathers them for each part of a mixer. Ranks run the parts unequally
-                often, once for documents of about one length, and would wait for each other.
+            UnsupportedAttentionError: ZeRO-3 gathers them for each part of a mixer. Parts run once for documents of
+                about one length, so a different number of times on each rank, and ranks would wait for each other.
         """
         # ds_id: DeepSpeed's mark of a parameter that ZeRO-3 divides.
         if any(hasattr(parameter, "ds_id") for mixer in self.mixers.values() for parameter in mixer.parameters()):
@@ -283,7 +282,7 @@ class MixerWatch:
         return cache_of(batch) is not None or bool(batch.get("use_cache"))
 
     def _check_no_cache(self, batch: Batch) -> None:
-        """Checks that no cache is to be filled by packed documents, or by parts of them."""
+        """Checks that packed documents, or parts of them, do not fill a cache."""
         if self._asks_for_cache(batch):
             raise PackingError(
                 f"rows hold several documents, or parts of them, and {self._named} would leave the state of one of "

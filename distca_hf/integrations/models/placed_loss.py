@@ -1,4 +1,4 @@
-"""Placed loss: runs head and loss on the rows that layers computed, so that they are as even as the layers.
+"""Placed loss: runs head and loss on the rows that layers computed, as evenly divided as the layers.
 
     model(batch of this rank, [B, L])
       ──▶ tokens and shifted labels placed on this rank, [1, T] ──▶ embedding, layers, head, loss
@@ -6,12 +6,12 @@
 
 A pass returns one of three things, the same on all ranks (`Returning`):
 
-- LOSS: a model that computes its own loss returns nothing else. The loss of a rank is then of other tokens than its
-  batch has. The sum over ranks stays the same if all divide by one number of labels. So this is only for passes of
-  which nothing but that sum is read.
+- LOSS: a model that computes its own loss returns nothing else. The loss of a rank then covers other tokens than its
+  batch. The sum over ranks stays the same if all divide by the same number of labels. So this is only for passes from
+  which only that sum is read.
 - TOKEN_VALUES: fused heads of TRL return log probabilities and other numbers of single tokens, a few bytes each. They
   return to the row of their token, so programs may read them.
-- STATES: hidden states return, and head and loss run on the rows of each rank's batch, as without this file.
+- STATES: hidden states return, and head and loss run on the rows of each rank's batch, as without this module.
 
 Every rank says what its pass must return. Unless all say the same, hidden states return.
 """
@@ -47,17 +47,17 @@ READER_UNKNOWN = "the program may read logits, or the loss of its rank (plugin.a
 ROWS_STAY = "rows stay"
 # Packages whose hooks do not read the results of a pass: they gather weights, or are ours.
 KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers"})
-# Modules that replace forward of a model by one that learns shift_labels, if they are given.
+# Modules that replace a model's forward by one that trains on shift_labels if they are given.
 FUSED_HEADS = "liger_kernel."
-# The same with a flag: then a pass returns numbers of single tokens.
+# The same with a flag; a pass then returns numbers of single tokens.
 TOKEN_HEADS, TOKEN_FLAG = "trl.trainer.utils", "fused_lm_head"
 
 
 class PlacedLoss:
-    """Decides pass by pass whether one model's head runs on placed rows, and its loss.
+    """Decides for each pass of one model whether its head and loss run on placed rows.
 
     Args:
-        root: the module that was enabled, which may be around it.
+        root: the module that was enabled; it may wrap the model.
 
     Attributes:
         is_unlogged: whether a pass since the last log returned a loss of placed rows.
@@ -77,12 +77,12 @@ class PlacedLoss:
 
     @property
     def is_placed(self) -> bool:
-        """Whether the head of the pass that runs is on placed rows."""
+        """Whether the head of the running pass is on placed rows."""
         return self._returning != Returning.STATES
 
     @contextmanager
     def read_as_sum(self, unless: str) -> Iterator[None]:
-        """Runs passes of which nothing is read but the sum of their losses over ranks.
+        """Runs passes from which only the sum of their losses over ranks is read.
 
         Args:
             unless: why more is read; empty if it is not.
@@ -93,7 +93,7 @@ class PlacedLoss:
         finally:
             self._reads_more, self._returning = before, Returning.STATES
 
-    # What follows returns why hidden states must return, or nothing.
+    # These methods return why hidden states must return, or nothing.
 
     def _of_batch(self, batch: Batch) -> str:
         tokens, labels, shifted = tokens_of(batch), batch.get("labels"), batch.get("shift_labels")
@@ -145,9 +145,9 @@ class PlacedLoss:
             batch: None if it does not train, or its rows cannot move.
 
         Returns:
-            What must return to this rank, and why it is hidden states; empty if it is something else.
+            What must return to this rank, and why if it is hidden states, otherwise empty.
         """
-        # The pass before may have raised.
+        # The previous pass may have raised.
         self._rows, self._shifted, self._returning = None, None, Returning.STATES
         if batch is None:
             return Returning.STATES, ROWS_STAY
@@ -158,7 +158,7 @@ class PlacedLoss:
         return Returning.STATES if reason else Returning.LOSS, reason
 
     def decide(self, returning: Returning, needing: str, reason: str) -> None:
-        """Decides as all ranks do; rank 0 logs once which way is taken, and why.
+        """Decides in the same way as all ranks; rank 0 logs each decision once, with the reason.
 
         Args:
             returning: what passes of all ranks return.
@@ -184,8 +184,8 @@ class PlacedLoss:
                 log.debug("this rank: %s", reason or "needs no hidden states")  # only rank 0 writes information
 
     def shift(self, batch: Batch) -> torch.Tensor:
-        """Returns labels of a batch, shifted in its rows as the model's loss would shift them. `place` finds them
-        again."""
+        """Returns labels of a batch, shifted in its rows as the model's loss would shift them. Keeps them for
+        `place`."""
         labels, shifted = batch["labels"], batch.get("shift_labels")
         if self._shifted is None or self._shifted[0] is not labels:
             at = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
@@ -206,8 +206,8 @@ class PlacedLoss:
         return {**placed, "labels": labels}
 
     def end(self, output: Any) -> Any:
-        """Ends a pass; returns its output, with values of this rank's own tokens. If only the loss returns, all
-        else is left out of the output, because it would be of other tokens. A collective call."""
+        """Ends a pass; returns its output, with values of this rank's own tokens. If only the loss returns, drops
+        everything else from the output, because it would be of other tokens. A collective call."""
         returning, self._returning = self._returning, Returning.STATES
         rows, self._rows = self._rows, None
         if returning == Returning.LOSS:
@@ -226,7 +226,7 @@ class PlacedLoss:
 
 
 def _returns_token_values(model: PreTrainedModel) -> bool:
-    """Returns whether forward of a model was replaced by a head that returns numbers of single tokens; it may be
+    """Returns whether a model's forward was replaced by a head that returns numbers of single tokens, even if that was
     wrapped since."""
     function = vars(model).get("forward")
     while function is not None:
@@ -239,7 +239,7 @@ def _returns_token_values(model: PreTrainedModel) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_plain(model_class: Hashable) -> bool:
-    """Returns whether forward adds nothing to what `self.loss_function` returns, but for losses of routers."""
+    """Returns whether forward adds nothing to what `self.loss_function` returns, except losses of routers."""
     for node in syntax_of(getattr(model_class, "forward", None)):
         if isinstance(node, ast.Assign):
             is_changed = "loss" in map(ast.unparse, node.targets) and isinstance(node.value, ast.BinOp)
@@ -251,7 +251,7 @@ def _is_plain(model_class: Hashable) -> bool:
 
 
 def label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
-    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
+    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch if they were
     counted. Never 0: a step without labels has loss 0, not 0 / 0."""
     count, labels = batch.get("num_items_in_batch"), batch.get("labels")
     if count is not None:

@@ -1,5 +1,5 @@
-"""Planner: what placement, reading and reports have to know of a model, read once for all loaders of its batches; and
-the operations of its passes, counted from its parameters before it is wrapped."""
+"""Planner: what placement, reading and reports need to know about a model, read once for all loaders of its batches;
+and the operations of its passes, counted from its parameters before it is wrapped."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
 
 
 def step_flops(model: nn.Module) -> StepFlops | None:
-    """Counts the operations of a model's forward and backward pass; None where its configuration does not say enough,
-    or weights are quantised.
+    """Counts the operations of a model's forward and backward pass; None if its configuration does not say enough, or
+    weights are quantised.
 
     Args:
-        model: a Transformers model, or a PEFT model around one; ZeRO-3 may have divided it already.
+        model: a Transformers model, or a PEFT model around one; ZeRO-3 may already have divided it.
     """
     try:
         heads = heads_of_layers(model)
@@ -50,11 +50,11 @@ def step_flops(model: nn.Module) -> StepFlops | None:
 
 
 def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[bool, bool], grid: Grid) -> Predictable:
-    """Returns what `distca report` predicts seconds of a pass from (costs at rates of an H200, and sizes for a
-    measured profile) and counts work by; nothing if operations are not known.
+    """Returns what `distca report` needs to predict seconds of a pass (costs at rates of an H200, and sizes for a
+    measured profile) and to count its work; nothing if operations are unknown.
 
     Args:
-        recomputes: whether layers and attention run forward again in backward.
+        recomputes: whether backward recomputes layers, and whether it recomputes attention.
     """
     if flops is None:
         return Predictable()
@@ -66,8 +66,8 @@ def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[boo
 
 
 def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], grid: Grid) -> ModelSizes | None:
-    """Returns the sizes of a model; None if its configuration does not say them. A stage of a pipeline has the layers
-    that attend, and no others."""
+    """Returns the sizes of a model; None if its configuration does not say them. In a stage of a pipeline, counts only
+    the layers that attend."""
     inner = transformers_model(model)
     hidden_size = getattr(inner.config.get_text_config(), "hidden_size", None)
     if not flops.token_forward or not isinstance(hidden_size, int):
@@ -94,8 +94,8 @@ def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], gr
 
 
 def _matrices(model: nn.Module) -> list[tuple[int, bool]]:
-    """Returns the numbers of every matrix that a token of text is multiplied with, and whether it is trained. An
-    embedding is looked up, unless it is the output's as well."""
+    """Returns the number of elements of every matrix that multiplies a token of text, and whether it is trained. An
+    embedding is looked up, so it counts only if it is also the output's."""
     inner = transformers_model(model)
     head = inner.get_output_embeddings()
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -116,16 +116,16 @@ def _matrices(model: nn.Module) -> list[tuple[int, bool]]:
 
 
 def _shape(parameter: nn.Parameter) -> Sequence[int]:
-    """Returns the shape of a parameter as it was before ZeRO-3 divided it."""
+    """Returns the shape of a parameter before ZeRO-3 divided it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def shares_of_experts(model: nn.Module) -> dict[str, float | None]:
-    """Returns which part of its weights a token passes, for every module of experts by its name; None if that is not
-    known. Layers may have other numbers of experts, and of those that a token takes.
+    """Returns which part of its weights a token uses, for every module of experts by its name; None if unknown. Layers
+    may have different numbers of experts, and of experts that a token uses.
 
     Args:
-        model: on any device, also torch's meta device.
+        model: on any device, including torch's meta device.
     """
     modules, shares = dict(model.named_modules()), dict[str, float | None]()
     for name, module in modules.items():
@@ -142,7 +142,7 @@ def shares_of_experts(model: nn.Module) -> dict[str, float | None]:
 
 
 def share_of(weight: str, shares: Mapping[str, float | None]) -> float | None:
-    """Returns which part of a weight, by its name, a token passes: that of the innermost experts it belongs to."""
+    """Returns which part of a weight, given by name, a token uses: the share of the innermost experts around it."""
     module = weight.rpartition(".")[0]
     while module and module not in shares:
         module = module.rpartition(".")[0]
@@ -158,7 +158,7 @@ def planner_for(
     """Returns a planner for batches of a model, which the ranks of a context share.
 
     Args:
-        model: None: any model of full causal attention, whose heads are not divided.
+        model: None for any model with full causal attention, whose heads are not divided.
         extra_ranks, step_shape: see `PlacedPlanner`.
 
     Raises:
@@ -186,12 +186,12 @@ def planner_for(
 
 
 def reading_for(model: nn.Module | None, unlearnt_token: int | None = None, in_stages: bool = False) -> Reading:
-    """Returns what is read of rows for batches of a model.
+    """Returns what to read from rows for batches of a model.
 
     Args:
-        model: None: any model.
+        model: None for any model.
         unlearnt_token: a token that is never a label.
-        in_stages: whether stages run it, which pass tokens alone.
+        in_stages: whether pipeline stages run the model; they pass only tokens.
     """
     if model is None:
         return Reading(unlearnt_token=unlearnt_token)
@@ -204,5 +204,5 @@ def reading_for(model: nn.Module | None, unlearnt_token: int | None = None, in_s
 
 
 def vocabulary_tokens_of(model: nn.Module) -> int | None:
-    """Returns the tokens that a model has embeddings for; None if its embeddings do not say."""
+    """Returns the number of tokens that a model has embeddings for; None if its embeddings do not say."""
     return getattr(text_decoder(transformers_model(model)).get_input_embeddings(), "num_embeddings", None)

@@ -1,12 +1,12 @@
-"""State rules: how a layer's function takes a state through rows, and through fragments that begin without theirs.
+"""State rules: how a layer's function takes a state through rows, and through fragments that begin without a state.
 
     gated delta rules, KDA    S_out = M S_in + B, M is [K, K] for each head
     Mamba2                    S_out = m S_in + B, m is one number for each head
     Mamba1                    S_out = m S_in + B, m is one number for each channel and state
 
-Outputs are affine in S_in, too. So followed fragments run from a zero state, which gives B, and what S_in adds to
-their outputs is added when it arrives. For delta rules that is r S_in: a second run with values 0 from the state I has
-outputs r and the final state M. The function's own gradients are all that is needed. Last fragments of documents send
+Outputs are also affine in S_in. So followed fragments run from a zero state, which gives B, and the contribution of
+S_in to their outputs is added when it arrives. For delta rules it is r S_in: a second run with values 0 from the state
+I has outputs r and the final state M. This needs only the function's own gradients. Last fragments of documents send
 no summary, so they wait for S_in and run from it.
 
 In shapes: T rows, H heads, K and V dimensions of keys and values, P of Mamba2's heads, S of its states, G groups of
@@ -26,10 +26,10 @@ from distca_hf.planning.folds import MOST_HEADS
 from distca_hf.runtime.device_fragments import DeviceFragments, DeviceGroup
 
 
-# Returns keywords by which a function keeps the parts of a group apart.
+# Returns keywords that make a function keep the parts of a group apart.
 Packed = Callable[[DeviceGroup], dict[str, Any]]
 Tensors = Sequence[torch.Tensor]
-# Tokens of Mamba1 whose decays, `[T, C, S]`, exist at once.
+# Number of Mamba1's tokens whose decays, `[T, C, S]`, exist at once.
 DECAY_TOKENS = 256
 
 
@@ -52,7 +52,7 @@ class StateRule(ABC):
 
     Attributes:
         rows: its tensors `[1, T, ...]`.
-        packed: None if the function knows nothing of packed rows.
+        packed: None if the function does not support packed rows.
         dtype: of summaries and states, at least fp32.
     """
 
@@ -66,12 +66,12 @@ class StateRule(ABC):
 
     @abstractmethod
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
-        """Runs followed fragments from a zero state; first fragments of documents are complete with that."""
+        """Runs followed fragments from a zero state; this completes first fragments of documents."""
 
     @abstractmethod
     def nothing(self) -> torch.Tensor:
-        """Returns summaries of no fragment, which need gradients if any tensor of this call does. They are joined with
-        those that there are: whether backward exchanges summaries must not depend on the fragments of a rank."""
+        """Returns empty summaries, which need gradients if any tensor of this call does. They are joined with the
+        others: whether backward exchanges summaries must not depend on the fragments of a rank."""
 
     @abstractmethod
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
@@ -79,7 +79,7 @@ class StateRule(ABC):
 
     @abstractmethod
     def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
-        """Returns the output of a fragment with what its state `[H, ...]` adds to it."""
+        """Adds the contribution of a fragment's state `[H, ...]` to its output, and returns the sum."""
 
     @abstractmethod
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
@@ -156,7 +156,7 @@ class DeltaRule(StateRule):
     def _run_group(
         self, rows: Tensors, group: DeviceGroup, states: torch.Tensor | None, output_final_state: bool
     ) -> tuple[torch.Tensor, Any]:
-        """Returns outputs of a group, and final states of its parts; None unless they are asked for."""
+        """Returns outputs of a group, and final states of its parts; None if not requested."""
         more: dict[str, Any] = {"output_final_state": output_final_state}
         if len(group.tokens) == 1:
             return self._run(rows, initial_state=states, **more)
@@ -243,8 +243,8 @@ class Scan(StateRule):
 
 
 class SelectiveScan(StateRule):
-    """Mamba1's scan. Its kernels take no state and have no gradients of the last one. So B is computed here, and what
-    a state adds is added to last fragments, too.
+    """Mamba1's scan. Its kernels take no state and have no gradients of the last one. So this class computes B, and
+    adds the contribution of a state also to last fragments.
 
     Args:
         function: of the rows transposed, `[1, C, T]`, and further keywords, like Transformers'.
@@ -338,6 +338,6 @@ class SelectiveScan(StateRule):
 
 
 def _in_chunks(function: Callable[..., torch.Tensor], *of_rows: torch.Tensor) -> list[torch.Tensor]:
-    """Returns results for a few tokens each. Backward computes them again: what they need is `[T, C, S]`."""
+    """Returns results for a few tokens each. Backward recomputes them, because their operands are `[T, C, S]`."""
     pieces = zip(*(x.split(DECAY_TOKENS) for x in of_rows), strict=True)
     return [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]

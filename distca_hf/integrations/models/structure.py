@@ -1,8 +1,8 @@
 """Structure of a model: the Transformers model inside others, its text decoder, towers, attention layers, functions.
 
-Some properties of a function are known only from its source before it runs. Without a source every answer is no.
+Before a function runs, only its source shows some of its properties. Without a source every answer is no.
 
-Towers are the parts of a multimodal model that see images, videos or sound. Their attention goes both ways, so they
+Towers are the parts of a multimodal model that see images, videos or sound. Their attention is bidirectional, so they
 keep an attention of Transformers, and nothing in them is checked. A tower must be a model with its own configuration.
 Otherwise its attention could not be told from the decoder's, and the model is refused.
 """
@@ -25,7 +25,7 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.telemetry import get_logger
 
 
-# Threads parse one after the other: CPython counts the depth of trees for all of them together, and may fail.
+# Threads parse one at a time: CPython counts the depth of trees over all threads, and may fail.
 PARSING = threading.Lock()
 # A method that a class may or may not have.
 Function = Callable[..., object] | None
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 # Name of the attention implementation in Transformers' registers.
 IMPLEMENTATION = "distca"
-# Attention of towers that were loaded with distca.
+# Attention given to towers that were loaded with distca.
 OF_TOWERS = "sdpa"
 # Arguments that number the kinds of tokens: 0 is text.
 KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
@@ -57,8 +57,8 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the decoder of a multimodal model, which has its own configuration. Any other model is returned
-    itself, also one whose decoder cannot be told from its towers."""
+    """Returns the decoder of a multimodal model, which has its own configuration. Returns any other model itself, and
+    also a multimodal one whose decoder cannot be told from its towers."""
     text = model.config.get_text_config()
     if text is model.config or getattr(model.config, "is_encoder_decoder", False):
         return model
@@ -67,8 +67,8 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model without its head. Classes that name no part of theirs as the base (Llama 4) have one part that
-    holds all attention layers."""
+    """Returns the model without its head. If the class names no base (Llama 4), this is the only part that holds
+    attention layers; if there is not exactly one, the model itself."""
     base: PreTrainedModel = model.base_model
     if base is not model:
         return base
@@ -77,7 +77,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def text_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns modules that text runs through, by name: the decoder, all that it is inside of, and the head. In a model
+    """Returns modules that text runs through, by name: the decoder, all modules around it, and the head. In a model
     for text these are all modules."""
     decoder, head = text_decoder(model), model.get_output_embeddings()
     if decoder is model:
@@ -89,7 +89,7 @@ def text_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def weights_beside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Returns weights that no text runs through, by name: of towers, and of what is between them and the decoder."""
+    """Returns weights that no text runs through, by name: in towers, and between towers and decoder."""
     text = {weight for module in text_modules(model).values() for weight in module.parameters(recurse=False)}
     return {name: weight for name, weight in model.named_parameters() if weight not in text}
 
@@ -105,7 +105,7 @@ def looks_attention_up(module: nn.Module) -> bool:
 
 
 def forward_names(module: nn.Module, *words: str) -> bool:
-    """Returns whether the source of the module's own forward has all of these words; False without a source."""
+    """Returns whether the source of the module's own forward contains all of these words; False without a source."""
     return _class_names(type(module), words)  # type: ignore[arg-type]
 
 
@@ -116,8 +116,8 @@ def _class_names(module_class: Hashable, words: tuple[str, ...]) -> bool:
 
 
 def names_by_position(model: nn.Module) -> list[str]:
-    """Returns names of the arguments that `model.forward` takes by position. A PEFT model without a task passes them
-    all on: then the model inside has them."""
+    """Returns names of the arguments that `model.forward` takes by position. A PEFT model without a task passes all of
+    them on, so this reads the model inside."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         parameters = inspect.signature(transformers_model(model).forward).parameters.values()
@@ -135,8 +135,8 @@ def source_of(part: Function | type) -> str:
 
 @lru_cache(maxsize=256)
 def takes_shift_labels(function: Function) -> bool:
-    """Returns whether a function has a parameter `shift_labels`, or takes the key out of its keywords. Losses that
-    shift labels themselves have a variable of that name."""
+    """Returns whether a function has a parameter `shift_labels`, or reads that key of its keywords. A variable of that
+    name does not count: losses that shift labels themselves have one."""
     return any(
         (isinstance(node, ast.arg) and node.arg == "shift_labels")
         or (isinstance(node, ast.Constant) and node.value == "shift_labels")
@@ -159,7 +159,7 @@ def passes_keywords_on(function: Function, name: str) -> bool:
 @lru_cache(maxsize=1024)
 def keyword_passed(module_class: Hashable, function: str, keyword: str) -> Callable[[nn.Module], object] | None:
     """Returns what the class's own forward gives to `function(..., keyword=...)`, as a function of the module; None if
-    it gives no such keyword. What is made of variables of the forward pass is None as well: it has not run."""
+    it does not give this keyword, or if the value depends on variables of the forward pass, which has not run."""
     forward: Any = getattr(module_class, "forward", None)
     for call in (node for node in syntax_of(forward) if isinstance(node, ast.Call)):
         given = next((one.value for one in call.keywords if one.arg == keyword), None)
@@ -168,7 +168,7 @@ def keyword_passed(module_class: Hashable, function: str, keyword: str) -> Calla
         names = inspect.unwrap(forward).__globals__
         if {node.id for node in ast.walk(given) if isinstance(node, ast.Name)} <= {"self", *names, *dir(builtins)}:
             code = compile(ast.Expression(given), str(module_class), "eval")
-            return lambda module: eval(code, names, {"self": module})  # a part of what every pass runs
+            return lambda module: eval(code, names, {"self": module})  # every pass runs this expression
     return None
 
 
@@ -194,7 +194,7 @@ def syntax_of(function: Function) -> Iterator[ast.AST]:
 
 
 def towers(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """Returns the outermost Transformers models besides the text part, by name; none in a model for text."""
+    """Returns the outermost Transformers models outside the text part, by name; none in a model for text."""
     text, found = text_modules(model), dict[str, PreTrainedModel]()
     for name, module in model.named_modules():  # outer ones come first
         is_inside = any(name.startswith(f"{tower}.") for tower in found)
@@ -225,8 +225,8 @@ def undivided(model: PreTrainedModel) -> Iterator[str]:
 
 
 def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Returns the configurations that say how text attends: those of its layers, and of the models around them, which
-    make their masks."""
+    """Returns the configurations that say how text attends: of its layers, and of the models around them, which make
+    their masks."""
     around = [part.config for part in text_modules(model).values() if isinstance(part, PreTrainedModel)]
     text = model.config.get_text_config()
     of_layers = [getattr(layer, "config", text) for layer in attention_layers(model).values()]
@@ -234,13 +234,13 @@ def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def set_attention(config: PreTrainedConfig, implementation: str | None) -> None:
-    """Sets the attention of one configuration; its public setter would set that of towers, too."""
+    """Sets the attention of one configuration; its public setter would also set the towers' attention."""
     config._attn_implementation_internal = implementation
 
 
 def attend_with_distca(model: PreTrainedModel) -> None:
-    """Lets the text part of a checked model attend with distca, whatever it was loaded with. Towers keep theirs,
-    unless that is distca: such a tower attends with sdpa or eager then."""
+    """Makes the text part of a checked model attend with distca, whatever it was loaded with. Towers keep their
+    attention, but a tower that was loaded with distca changes to sdpa or eager."""
     configs = text_configs(model)
     others = sorted({str(config._attn_implementation) for config in configs} - {IMPLEMENTATION})
     if others:
@@ -254,7 +254,7 @@ def give_own_attention(model: PreTrainedModel) -> None:
     """Gives towers that were loaded with distca their own attention, and logs it.
 
     Args:
-        model: a model that was checked, or one that is not enabled, such as a reference model.
+        model: a checked model, or one that is not enabled, for example a reference model.
     """
     for name, tower in towers(model).items():
         layers = (layer for layer in tower.modules() if looks_attention_up(layer))
@@ -265,8 +265,8 @@ def give_own_attention(model: PreTrainedModel) -> None:
 
 
 def without_kinds_of_text(batch: Batch) -> Batch:
-    """Returns a batch without kinds of tokens that say text of all: a model would make a mask for images of them.
-    Returns the batch itself if there are none; waits for the device if there are."""
+    """Returns a batch without kinds of tokens if these say that all are text: a model would make a mask for images
+    from them. Returns the batch itself if it has no kinds; otherwise waits for the device."""
     of_text = {
         name
         for name in KINDS_OF_TOKENS

@@ -3,15 +3,15 @@ weights that are trained.
 
 Ranks compare in the 1st, 2nd, 4th, 8th ... pass of a model, and on request after some steps. A weight may be divided
 between ranks in several ways at once. Ranks hold the same part of it if they are at the same place along every
-dimension that divides it: replicas of HSDP do, and tensor ranks with weights that are not divided by heads.
+dimension that divides it: replicas of HSDP, for example, or tensor ranks for weights that are not divided by heads.
 
     weight of a norm, 2 data x 2 tensor ranks, sharded by FSDP2     tensor 0   1
                                                             data 0     part 0  part 0     copies: compared
                                                             data 1     part 1  part 1
 
-After a forward pass without backward, as an evaluation is, FSDP2 leaves the weights of its outermost modules whole. An
-optimizer that is made then holds these, and no step changes the parts that the model goes on with. Trainer divides
-them again from Transformers 5.24 on. An attached one does so with any version, and any other is stopped in time.
+After a forward pass without backward (an evaluation), FSDP2 leaves the weights of its outermost modules whole. An
+optimizer made at that time holds these, and no step changes the parts that the model continues with. From Transformers
+5.24 on, Trainer divides them again. An attached Trainer does so with any version, and any other is stopped in time.
 """
 
 import zlib
@@ -35,30 +35,30 @@ from distca_hf.torch_private import ignored_by_ddp, is_traceable_wrapper_subclas
 
 log = get_logger(__name__)
 
-# Integers of 8 bytes that are summed at once; their checksum takes 16 bytes each meanwhile.
+# Number of 8-byte integers summed at once; their checksum needs 16 bytes each meanwhile.
 CHUNK = 1 << 22
-# Prime, so that equal chunks in another order have another checksum.
+# Prime: equal chunks in another order then have another checksum.
 BASE = 1_000_003
-# Which part of a weight a rank holds that has all of it.
+# Part number of a rank that holds all of a weight.
 WHOLE = 0
 # Shown in place of a buffer's checksum.
 CHANGED = "another one than in the first pass"
 
 
 def is_due(passes: int) -> bool:
-    """Returns whether what costs some milliseconds is checked in this pass: the 1st, 2nd, 4th, 8th and so on."""
+    """Returns whether to run checks that cost some milliseconds in this pass: the 1st, 2nd, 4th, 8th and so on."""
     return passes & (passes - 1) == 0
 
 
 class SharedState:
     """Weights and buffers that all ranks hold, in the passes in which they are compared.
 
-    An optimizer step on gradients that are not averaged leaves other weights on every rank, as does a step that one
-    rank leaves out, or a start from other weights. Buffers such as rotary frequencies are in no checkpoint: each rank
-    computes them. Later they must still be those of the first pass, or must have changed on all ranks, as counts do.
+    An optimizer step on gradients that are not averaged leaves different weights on every rank. So does a step that
+    one rank skips, or a start from different weights. Checkpoints do not contain buffers like rotary frequencies: each
+    rank computes them. Later they must be as in the first pass, or must have changed on all ranks, as counts do.
 
     Args:
-        with_weights: whether all ranks hold the same weights, as far as FSDP and DeepSpeed do not divide them.
+        with_weights: whether all ranks hold the same weights, except those that FSDP or DeepSpeed divides.
     """
 
     def __init__(self, model: nn.Module, with_weights: bool) -> None:
@@ -67,7 +67,7 @@ class SharedState:
         self._first_buffers: dict[str, str] = {}
 
     def now(self) -> dict[str, dict[str, str]]:
-        """Counts a pass; returns checksums by name, of weights and of buffers. In most passes there are none."""
+        """Counts a pass; returns checksums of weights and of buffers, by name. In most passes it returns none."""
         self._passes += 1
         if not is_due(self._passes):
             return {}
@@ -90,8 +90,8 @@ class SharedState:
 class WeightsCheck:
     """Compares the parameters and buffers of a model over the ranks that hold the same part of them.
 
-    A flipped bit, a missed reduction, or an optimizer that sees other gradients on one rank changes no message and
-    raises no error: losses drift. Now and then checksums are compared, bit by bit equal or not.
+    A flipped bit, a missed reduction, or an optimizer that sees different gradients on one rank changes no message and
+    raises no error: losses drift. So ranks compare checksums from time to time, which show whether all bits are equal.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -104,14 +104,14 @@ class WeightsCheck:
         step.
 
         Raises:
-            PlanMismatchError: weights differ; names the first that does, and ranks by checksum.
+            PlanMismatchError: weights differ; names the first one that does, and ranks by checksum.
         """
         held: dict[str, torch.Tensor] = {**dict(held_parameters(model)), **dict(held_buffers(model))}
         places = [place_of(parameter) for parameter in held.values()]
         facts, numbers = {"parameters and buffers": len(held)}, {"places": _combine(places)}
         agreement = Agreement.start(self._transport, Occasion.COMPARE, step, facts, numbers)
         seen = agreement.wait()["places"]
-        if seen != self._places_seen:  # on all ranks alike
+        if seen != self._places_seen:  # the same on all ranks
             by_rank = self._transport.gather(places, f"step {step}, parts of weights", agreement.scope).wait()
             self._copies = dict(_copies(list(held), by_rank))
             self._places_seen = seen
@@ -147,8 +147,7 @@ class WeightsCheck:
 
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields parameters of which a rank holds a part that is known, or all, with their names: none that FSDP1 or
-    ZeRO-3 divide."""
+    """Yields parameters, with names, of which a rank holds a known part or all: none that FSDP1 or ZeRO-3 divides."""
     sharded = {
         parameter
         for module in model.modules()
@@ -162,7 +161,7 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def held_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields buffers with their names; none in which a layer counts what its own rank has seen."""
+    """Yields buffers with their names, except buffers in which a layer counts what its own rank has seen."""
     ignored = ignored_by_ddp(model)
     for of_module, module in model.named_modules():
         if getattr(module, "track_running_stats", False):
@@ -180,7 +179,7 @@ def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 
 def place_of(parameter: torch.Tensor) -> int:
-    """Returns a number for the part of a parameter that this rank holds: with the same one ranks hold the same."""
+    """Returns a number for the part of a parameter that this rank holds: ranks with equal numbers hold the same."""
     if not isinstance(parameter, DTensor):
         return WHOLE
     at = parameter.device_mesh.get_coordinate() or [0] * parameter.device_mesh.ndim
@@ -194,8 +193,8 @@ def place_of(parameter: torch.Tensor) -> int:
 
 
 def _copies(names: list[str], places_by_rank: list[list[int]]) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yields parameters of which several ranks hold the same part, each with sets of these ranks; a parameter that
-    nobody divides also where there is one rank."""
+    """Yields parameters of which several ranks hold the same part, each with sets of these ranks. Also yields a
+    parameter that is not divided if there is only one rank."""
     for name, places in zip(names, zip(*places_by_rank, strict=True), strict=True):
         ranks_of: dict[int, list[int]] = {}
         for rank, place in enumerate(places):
@@ -205,7 +204,7 @@ def _copies(names: list[str], places_by_rank: list[list[int]]) -> Iterator[tuple
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns checksums in hexadecimal digits, of tensors whose elements are there."""
+    """Returns checksums in hexadecimal digits, of tensors that hold their elements."""
     held = {
         name: tensor
         for name, tensor in tensors.items()
@@ -219,8 +218,8 @@ def _digits(checksum: int) -> str:
 
 
 def bits_checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Returns checksums of the bits of tensors, computed on their devices: one changed element always changes its own.
-    Waits for the device once, and not for each of them."""
+    """Returns checksums of the bits of tensors, computed on their devices. One changed element always changes its
+    tensor's checksum. Waits for the device once, not once per tensor."""
     sums = [_bits_sums(tensor) for tensor in tensors]
     numbers = iter(torch.cat([one.to(sums[0].device) for one in sums]).tolist() if sums else ())
     return [_combine([*islice(numbers, len(one))]) for one in sums]
@@ -234,12 +233,12 @@ def _bits_sums(tensor: torch.Tensor) -> torch.Tensor:
     bits = bits.view(torch.int64)
     if not len(bits):
         return bits
-    weights = torch.arange(1, 2 * min(CHUNK, len(bits)), 2, device=tensor.device)  # odd: no bit is multiplied away
+    weights = torch.arange(1, 2 * min(CHUNK, len(bits)), 2, device=tensor.device)  # odd: products keep every bit
     return torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in bits.split(CHUNK)])
 
 
 def _combine(sums: list[int]) -> int:
-    """Returns one signed 64-bit number of several, in their order."""
+    """Combines several numbers, in order, into one signed 64-bit number."""
     total = 0
     for value in sums:
         total = (total * BASE + value) % (1 << 64)
@@ -254,7 +253,7 @@ def divide_again(model: nn.Module) -> bool:
     """Divides all weights of a model that FSDP2 has left whole.
 
     Returns:
-        Whether FSDP2 divides any.
+        Whether FSDP2 divides any of its weights.
     """
     from torch.distributed.fsdp import FSDPModule  # slow to import, and not every training needs it
 
@@ -265,13 +264,13 @@ def divide_again(model: nn.Module) -> bool:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Checks when a training begins that an optimizer holds the weights that FSDP2 gives gradients to.
+    """Checks when a training begins that an optimizer holds the weights to which FSDP2 gives gradients.
 
     Args:
         optimizer: of Trainer, wrapped by Accelerate or not.
 
     Raises:
-        ConfigError: it holds others; says how many, and what to do.
+        ConfigError: it holds other weights; says how many, and what to do.
     """
     if not divide_again(model):
         return

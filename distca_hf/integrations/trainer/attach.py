@@ -1,5 +1,5 @@
-"""Attach and detach: an unmodified Trainer trains with balanced ranks, on batches of its own or on placed ones.
-Methods are replaced on the instance; the class is left alone."""
+"""Attach and detach: an unmodified Trainer trains with balanced ranks, on its own batches or on placed ones. This
+replaces methods of the instance, and leaves the class as it is."""
 
 from collections.abc import Callable
 from functools import partial
@@ -50,12 +50,11 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     """Checks trainer and model, and adds metrics. The Trainer keeps its batches, and their rows are placed inside the
     model; with `tokens_per_rank` it gets placed batches instead.
 
-    Attaching again undoes the attachment before; the last plugin counts.
+    Attaching again undoes the earlier attachment; the last plugin counts.
 
     Raises:
-        ConfigError: all settings that would make the loss wrong, or would silently have no effect; with attention
-            servers, also those whose steps could not run again; or the attachment before cannot be undone, as for
-            `detach`.
+        ConfigError: some settings would make the loss wrong, would silently have no effect or, with attention servers,
+            prevent steps from running again (names all); or the earlier attachment cannot be undone, as for `detach`.
         UnsupportedAttentionError: the model cannot run on distca.
         PackingError: `tokens_per_rank` is given, and the dataset cannot be packed.
     """
@@ -81,7 +80,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
             resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object
         ) -> object:
             check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
-            divide_again(trainer.model)  # the optimizer shall hold divided weights
+            divide_again(trainer.model)  # the optimizer must hold divided weights
             attachment.is_training = True
             try:
                 return train(resume_from_checkpoint, *args, **kwargs)
@@ -96,13 +95,13 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
             callback = DistCACallback(context)
             _add_callbacks(context, attachment, callback)
             callback.plan_ahead(trainer, attachment.replace)
-        for model in held_models(trainer).values():  # a reference model gets the images of these batches, too
+        for model in held_models(trainer).values():  # a reference model also gets the images of these batches
             if model.config._attn_implementation == IMPLEMENTATION:
                 give_own_attention(model)
         compute_loss = trainer.compute_loss
 
         def loss_of_known_batch(model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> object:
-            note_batch(inputs)  # further passes on some entries of the batch find its documents
+            note_batch(inputs)  # further passes on some entries of the batch can then find its documents
             return compute_loss(model, inputs, *args, **kwargs)
 
         attachment.replace(trainer, "compute_loss", loss_of_known_batch)
@@ -140,7 +139,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     """Gives the Trainer placed batches."""
     args = trainer.args
     watch_held_models(attachment)
-    if not trainer.model_accepts_loss_kwargs:  # its class says so, and `check` has found that its loss does
+    if not trainer.model_accepts_loss_kwargs:  # according to its class, but `check` has found that its loss does
         attachment.replace(trainer, "model_accepts_loss_kwargs", True)
     loader = _training_loader(trainer, context, attachment)
     loader.writes_epochs = False  # the callback writes a line when training ends
@@ -192,7 +191,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
 
 
 def _training_loader(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> PlacedLoader:
-    """Sets arguments that placed batches need, names those without effect, and returns the loader."""
+    """Sets arguments that placed batches need, warns of those without effect, and returns the loader."""
     args = trainer.args
     fields = type(args).__dataclass_fields__
     if not args.average_tokens_across_devices:
@@ -230,7 +229,7 @@ def _training_loader(trainer: Trainer, context: ParallelContext, attachment: Att
         args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=getattr(args, "train_sampling_strategy", "random") != "sequential",
-        # A step's micro-batches are taken one right after the other: have all of the next step ready.
+        # A step takes its micro-batches one right after the other: have all of the next step ready.
         prefetch=max(context.prefetch, args.gradient_accumulation_steps + 1),
         micro_steps=args.gradient_accumulation_steps if context.regroup_steps else 1,
         reading=reading_of(trainer, trainer.train_dataset),
@@ -248,8 +247,8 @@ def _report_loss_only(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Runs Trainer's evaluation without its predictions, of which every rank has other parts."""
-    if description == "Prediction" and not prediction_loss_only:  # Trainer.predict, which is called for them
+    """Runs Trainer's evaluation without predictions: every rank has different parts of them."""
+    if description == "Prediction" and not prediction_loss_only:  # Trainer.predict, whose purpose they are
         log.warning(
             "evaluate='distca': predict returns the loss and no predictions, because documents are cut between ranks; "
             "attach a plugin with evaluate='local' for them"
@@ -266,14 +265,14 @@ def _loss_over_all_labels(
     num_items_in_batch: torch.Tensor | int | None = None,
     **kwargs: object,
 ) -> object:
-    """Computes a loss whose mean over ranks is the mean over all labels of a placed micro-batch. Evaluation of some
-    trainers (TRL's) counts nothing: the mean over ranks would be one of means over unequal numbers of labels."""
+    """Computes a loss whose mean over ranks is the mean over all labels of a placed micro-batch. Some trainers (TRL's)
+    count no labels in evaluation: ranks would average means over unequal numbers of labels."""
     plan = inputs.get("distca_plan")
     if model.training or plan is None or num_items_in_batch is not None:
         return compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs)
     labels = torch.tensor(max(1, plan.label_tokens), device=inputs["input_ids"].device)
     steps = getattr(trainer, "current_gradient_accumulation_steps", 1)
-    trainer.current_gradient_accumulation_steps = 1  # TRL divides a loss of experts by it where labels are counted
+    trainer.current_gradient_accumulation_steps = 1  # TRL divides a loss of experts by it if labels are counted
     try:
         return compute_loss(model, inputs, return_outputs, num_items_in_batch=labels, **kwargs)
     finally:

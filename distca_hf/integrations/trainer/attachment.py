@@ -1,6 +1,6 @@
-"""Attachment: records everything that `attach` changes on a Trainer and its model, so that it can be undone.
+"""Attachment: records everything that `attach` changes on a Trainer and its model, to undo it later.
 
-This includes hooks on further models that a Trainer holds or its loss uses, such as a teacher. Such a model is not
+This includes hooks on further models that a Trainer holds or its loss uses, such as a teacher. This model is not
 enabled and gets no plan, so it refuses placed batches, and `attach` names it. Other Transformers models refuse a
 placed batch when they ask for an attention mask (`integrations.mask`). The hooks here also cover compiled
 models, and models that ask for no mask.
@@ -36,9 +36,9 @@ from distca_hf.telemetry import get_logger
 
 # Attribute of an attached Trainer.
 ATTACHED = "_distca_attachment"
-# Parts that batches depend on: one that was replaced after `attach` has not been checked.
+# Parts that batches depend on: if one is replaced after `attach`, it has not been checked.
 PARTS = ("train_dataset", "data_collator", "compute_loss_func", "model_init")
-# Arguments that the loader was made with: a change after `attach` has no effect on it.
+# Arguments that the loader was made with: changing them after `attach` has no effect on it.
 ARGUMENTS = (
     "data_seed",
     "gradient_accumulation_steps",
@@ -83,11 +83,11 @@ class Attachment:
             self._methods[name] = value
 
     def when_undone(self, change_back: Callable[[], object]) -> None:
-        """Calls a function when the attachment is undone; the latest one is called first."""
+        """Registers a function to call when the attachment is undone; the latest is called first."""
         self._changes.callback(change_back)
 
     def set_while(self, method: str, **arguments: object) -> None:
-        """Sets training arguments for the time that a method of the Trainer runs: other Trainers may share them."""
+        """Sets training arguments only while a method of the Trainer runs: other Trainers may share them."""
         self.replace(self.trainer, method, partial(self._run, getattr(self.trainer, method), arguments))
 
     def _run(
@@ -138,14 +138,14 @@ class Attachment:
             )
 
     def keeps(self, name: str) -> bool:
-        """Returns whether the Trainer holds nothing else of a name than what this attachment put there."""
+        """Returns whether an attribute of the Trainer is still what this attachment set, or unset if it set none."""
         return vars(self.trainer).get(name) is self._methods.get(name)
 
     def check_unchanged(self) -> None:
-        """Checks that the Trainer is still the one that was attached to.
+        """Checks that the Trainer has not changed since it was attached.
 
         Raises:
-            ConfigError: names the parts and arguments that were changed since.
+            ConfigError: parts or arguments have changed; names them.
         """
         changed = [name for name, value in self._parts.items() if getattr(self.trainer, name, None) is not value]
         arguments = self.trainer.args
@@ -162,7 +162,7 @@ class Attachment:
 
 
 def restorer(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that leaves a model as it is now: not enabled, or enabled as before.
+    """Returns a function that restores a model to its present state: not enabled, or enabled as before.
 
     Raises:
         UnsupportedAttentionError: it is not a Transformers model.
@@ -197,7 +197,7 @@ METHODS = ("compute_loss", "training_step", "prediction_step")
 
 
 def watch_held_models(attachment: Attachment) -> None:
-    """Warns of models that a Trainer holds and that are not enabled, and lets them refuse placed batches."""
+    """Warns of models that a Trainer holds but that are not enabled, and makes them refuse placed batches."""
     for where, model in held_models(attachment.trainer).items():
         if watch_of(model) is None:
             log.warning(
@@ -211,8 +211,8 @@ def watch_held_models(attachment: Attachment) -> None:
 
 
 def held_models(trainer: Trainer) -> dict[str, PreTrainedModel]:
-    """Returns Transformers models that share nothing with the model that trains, by the place where they were found:
-    attributes of the Trainer and of its callbacks, and variables that functions of its loss use."""
+    """Returns Transformers models that share nothing with the model that trains, by the place where they are found:
+    attributes of the Trainer and its callbacks, and variables that functions of its loss use."""
     known = set() if trainer.model is None else set(trainer.model.modules())
     found: dict[str, PreTrainedModel] = {}
     for holder, value in _values(trainer):
@@ -232,14 +232,14 @@ def _values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     functions = [function for name in METHODS for function in overrides(trainer, name)]
     for function in (*functions, trainer.compute_loss_func):
         if inspect.isfunction(function) and not function.__module__.startswith("transformers."):
-            with contextlib.suppress(ValueError):  # a variable of a function around it has no value yet
+            with contextlib.suppress(ValueError):  # a variable of an enclosing function has no value yet
                 used = inspect.getclosurevars(function)
                 for name, value in (*used.nonlocals.items(), *used.globals.items()):
                     yield f"{name} of {function.__qualname__}", value
 
 
 def _modules(where: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module, or the modules in a collection, with their places."""
+    """Yields a module, or the modules in a collection, each with its place."""
     if isinstance(value, nn.Module):
         yield where, value
         return

@@ -1,4 +1,4 @@
-"""Callback: checks the model, logs balance and speed, and prints them in few words.
+"""Callback: checks the model, logs balance and speed, and prints them in short.
 
 History and trackers get metrics as numbers, by name.
 """
@@ -37,12 +37,12 @@ from distca_hf.version import __version__
 
 log = get_logger(__name__)
 
-# Names of our metrics in logs begin with it. The console shows some of them as one entry: the first group always, the
-# second where device and model allow to measure it.
+# Prefix of our metrics in logs. The console shows some of them as one entry: the first group always, the second if
+# they can be measured with this device and model.
 PREFIX = "distca/"
 ALWAYS = ("imbalance", "tokens_per_second_per_rank")
 SOMETIMES = ("step_imbalance", "utilisation", "memory_gib")
-# Settings of batches that are placed.
+# Settings of placed batches.
 OF_PLACED = ("overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
 
 
@@ -53,8 +53,8 @@ class DistCACallback(TrainerCallback):
     Trainer(model=model, args=args, train_dataset=dataset, callbacks=[distca_hf.DistCACallback(plugin)])
     ```
 
-    It adds metrics to every log, over the micro-batches since the last one and all ranks. The setting `metrics`
-    chooses the basic ones or all (`batches.meter` has both). It comes before the callbacks that report logs to
+    It adds metrics to every log, over all ranks and the micro-batches since the last log. The setting `metrics`
+    chooses the basic ones or all (`batches.meter` has both). It runs before the callbacks that report logs to
     trackers.
 
     It also leaves on SIGTERM or Ctrl-C (see `LeaveOnSignal`, which `plugin.attach` adds as the last callback) and
@@ -72,7 +72,7 @@ class DistCACallback(TrainerCallback):
         self._since_begin: Meter | None = None
         self._first_step = 0
         self._weights: WeightsCheck | None = None
-        self._leave = TrainerCallback()  # a callback of its own, where the Trainer was found
+        self._leave = TrainerCallback()  # a separate callback if the Trainer was found
         self._read_ahead = WeakSet[ReadAhead]()  # of Trainers that share this callback
 
     def on_init_end(
@@ -82,8 +82,8 @@ class DistCACallback(TrainerCallback):
 
         Raises:
             UnsupportedAttentionError, ConfigError: the model cannot run on distca.
-            ConfigError: placed batches are asked for, and a callback cannot replace Trainer's loader; or the Trainer
-                makes another model when it trains.
+            ConfigError: `tokens_per_rank` is set, and a callback cannot replace Trainer's loader; or the Trainer makes
+                another model when it trains.
         """
         if self._context.tokens_per_rank:
             raise ConfigError(
@@ -116,12 +116,12 @@ class DistCACallback(TrainerCallback):
             handler.add_callback(leave)
 
     def plan_ahead(self, trainer: Trainer, replace: Callable[[object, str, object], None]) -> None:
-        """Lets ranks plan the micro-batches of this Trainer's steps ahead; for a model that is watched."""
+        """Lets ranks plan the micro-batches of this Trainer's steps ahead. Call `report_on` first."""
         assert self._model is not None
         self._read_ahead.add(ReadAhead(trainer, self._model, replace))
 
     def report_on(self, model: nn.Module) -> None:
-        """Reports on this enabled model."""
+        """Reports on this enabled model from now on. Warns of settings that have no effect."""
         self._model = model
         fields, given = fields_of(DistCAConfig), {name: getattr(self._context, name) for name in OF_PLACED}
         unused = [f"{name}={x!r}" for name, x in given.items() if x != fields[name].metadata["default"]]
@@ -179,7 +179,7 @@ class DistCACallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Leaves the evaluation that has ended out of the measurement."""
+        """Leaves the finished evaluation out of the measurement."""
         for meter in self._meters():
             meter.leave_out_evaluation()
         self._leave.on_evaluate(args, state, control)
@@ -200,13 +200,13 @@ class DistCACallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Notes the optimizer step that begins: some are reported."""
+        """Notes the optimizer step that begins, because some steps are reported."""
         self._context.trace_file.follow_trainer(args.output_dir, state.global_step + 1)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
     ) -> None:
-        """Notes that a step has ended, and compares weights, where that is due.
+        """Notes that a step has ended, and compares weights if due.
 
         Raises:
             PlanMismatchError: weights were compared after this step, and differ.
@@ -223,8 +223,8 @@ class DistCACallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Lets a training that was stopped log its last steps, if losses of these are of placed rows: only their mean
-        over ranks says something."""
+        """Lets a stopped training log its last steps if their losses are of placed rows: only their mean over ranks is
+        meaningful."""
         watch = watch_of(self._model)
         if control.should_training_stop and watch is not None and watch.loss.is_unlogged:
             control.should_log = True
@@ -265,8 +265,8 @@ class DistCACallback(TrainerCallback):
         add_metrics(metrics, logs, state)
 
     def _read(self, meter: Meter | None, step: int) -> MeterReading | None:
-        """Returns a reading of the training; None if nothing was planned. A collective call: every rank reads after
-        the same steps."""
+        """Returns a reading of the training; None if nothing was planned. A collective call: every rank must read
+        after the same steps."""
         watch = watch_of(self._model)
         source = None if watch is None else self._source(watch)
         if meter is None or watch is None or source is None:
@@ -275,10 +275,10 @@ class DistCACallback(TrainerCallback):
 
 
 def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:
-    """Returns the Trainer whose event is being called; None where it is not found.
+    """Returns the Trainer whose event is being called; None if it is not found.
 
-    Trainer puts callbacks of the user after its own, some of which report to trackers. It passes everything to them
-    but itself and the list they are in. So it is taken from the caller of the event, `CallbackHandler.call_event`.
+    Trainer puts the user's callbacks after its own, some of which report to trackers. It passes them everything except
+    itself and their list. So this finds it through the caller of the event, `CallbackHandler.call_event`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -290,14 +290,14 @@ def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:
 
 
 def add_metrics(metrics: Mapping[str, float], logs: dict[str, float], state: TrainerState) -> None:
-    """Adds metrics to a log of Trainer's, which its history holds a copy of already."""
+    """Adds metrics to a log of Trainer, and to the copy that its history already holds."""
     logs.update(metrics)
     if state.log_history:
         state.log_history[-1].update(metrics)
 
 
 def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, object], None]) -> None:
-    """Lets the callbacks that print logs print our metrics in few words: with four names more a line is too long."""
+    """Makes callbacks that print logs print our metrics in short: with four more names a line would be too long."""
     for callback in callbacks:
         if isinstance(callback, PrinterCallback | ProgressCallback):
             replace(callback, "on_log", partial(_print_log, callback.on_log))
@@ -316,7 +316,7 @@ def _print_log(
 
 
 def in_short(logs: Mapping[str, float]) -> Mapping[str, float | str]:
-    """Returns a log with the basic metrics as one entry of at most 52 characters; all else stays."""
+    """Returns a log with the basic metrics as one entry of at most 52 characters; everything else stays."""
     metrics = {name: logs[PREFIX + name] for name in (*ALWAYS, *SOMETIMES) if PREFIX + name in logs}
     if not metrics.keys() >= set(ALWAYS):
         return logs

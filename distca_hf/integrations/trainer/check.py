@@ -1,13 +1,13 @@
-"""Trainer check: parts of a Trainer that would make the loss wrong, or would silently be ignored; and what placed
-batches read of its dataset instead.
+"""Trainer check: finds parts of a Trainer that would make the loss wrong, or would silently be ignored; and says what
+placed batches read from its dataset instead.
 
-Parts are its settings, methods and collator. Whether its evaluation datasets can be evaluated is found out before
-training, too, not at the first evaluation.
+Parts are its settings, methods and collator. The check also finds out before training, not at the first evaluation,
+whether the Trainer's evaluation datasets can be evaluated.
 
 Placed batches have the labels that the Trainer itself would make. It shows its collator the columns that the model's
-forward pass names; with `remove_unused_columns=False`, and of what a transform makes, all. Collators of Transformers
-do not know TRL's masks, and TRL has made labels of them before its collator is called. So masks decide only if there
-are no labels: such a Trainer needs distca_hf to train.
+forward pass names; with `remove_unused_columns=False`, or if a transform makes the rows, all columns. Collators of
+Transformers do not know TRL's masks, and TRL turns them into labels before it calls its collator. So masks count only
+if there are no labels: then the Trainer needs distca_hf to train.
 """
 
 import sys
@@ -52,25 +52,25 @@ from distca_hf.integrations.models.structure import (
 )
 
 
-# Methods whose batches and losses are those that the model makes itself.
+# Module of methods whose batches and losses are Trainer's.
 TRAINER = "transformers.trainer"
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-# What to do where placed batches would replace something of the user's.
+# What to do if placed batches would replace something of the user's.
 GIVEN = "leave tokens_per_rank out, which keeps this Trainer's batches and loss"
-# Collators that pad, and keep the labels of the dataset or, the last one, make labels of its tokens. TRL's is known by
-# its name, as TRL may not be installed.
+# Collators that pad. They keep the dataset's labels, except the last one, which makes labels from tokens. TRL's is
+# recognised by name, because TRL may not be installed.
 KNOWN = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq, DataCollatorForLanguageModeling)
 OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
-# Columns that TRL's collator takes, and documents of rows, which it may not be shown.
+# Columns that TRL's collator takes, and lengths of documents in rows, which it may not be shown.
 OF_TRLS_COLLATOR = frozenset({"input_ids", "labels", "seq_lengths"})
-# Columns that collators of Transformers take for labels under these names.
+# Other names of columns that collators of Transformers take for labels.
 OTHER_LABELS = ("label", "label_ids")
-# Rows among which a short and a long one are looked for.
+# Number of rows among which to look for a short and a long one.
 ROWS_LOOKED_AT = 256
 
 
 def makes_batches_in_steps(trainer: Trainer) -> bool:
-    """Returns whether a trainer makes its batches inside of its steps, as TRL does of completions of a policy."""
+    """Returns whether a trainer makes its batches inside its steps, as TRL does from a policy's completions."""
     return not _keeps(trainer, "_prepare_inputs")
 
 
@@ -143,7 +143,7 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     if trainer.compute_loss_func is not None:
         yield f"compute_loss_func gets unshifted labels of documents cut between ranks; {GIVEN}"
     inner = transformers_model(trainer.model)
-    # Many multimodal classes say that their loss takes no number of labels, as losses did that they had once.
+    # Many multimodal classes say that their loss takes no number of labels, which was true of an earlier loss.
     counts_labels = "accepts_loss_kwargs" not in vars(inner) and passes_keywords_on(
         type(inner).forward, "loss_function"
     )
@@ -171,7 +171,7 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
 
 
 def _packs(trainer: Trainer) -> str | None:
-    """Returns a sentence about how a trainer's documents are packed already; None if they are not packed."""
+    """Returns a sentence that says how a trainer's documents are already packed; None if they are not."""
     if getattr(trainer.args, "packing", False):
         return "packing=True packs its dataset"
     collator = trainer.data_collator
@@ -181,7 +181,7 @@ def _packs(trainer: Trainer) -> str | None:
 
 
 def _keeps(trainer: Trainer, name: str) -> bool:
-    """Returns whether a method is Trainer's; or calls it, as all overrides between them do; or takes shift_labels."""
+    """Returns whether a method is Trainer's, takes shift_labels, or reaches either through calls of super."""
     for method in overrides(trainer, name):
         if method.__module__.startswith(TRAINER) or takes_shift_labels(method):
             return True
@@ -191,15 +191,15 @@ def _keeps(trainer: Trainer, name: str) -> bool:
 
 
 def overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
-    """Returns all methods of a name, of the instance first and then up its classes."""
+    """Returns all methods with this name: the instance's first, then up its classes."""
     return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
 
 
 def reading_of(trainer: Trainer, dataset: datasets.Dataset) -> Reading:
-    """Returns what is read of a dataset of a Trainer."""
+    """Returns what to read from a dataset of a Trainer."""
     collator = trainer.data_collator
     makes_labels = type(collator) is DataCollatorForLanguageModeling
-    # It never learns the pad token, wherever it stands, even if it ends documents.
+    # This collator never trains on the pad token, even if it ends documents.
     reading = reading_for(trainer.model, collator.tokenizer.pad_token_id if makes_labels else None)
     if _is_trls(collator):
         return replace(reading, only=OF_TRLS_COLLATOR, masks="never")
@@ -232,7 +232,7 @@ def refused_collator(trainer: Trainer) -> Iterator[str]:
 
 
 def _refused_columns(trainer: Trainer) -> Mapping[str, str]:
-    """Returns columns that a Trainer's labels would come from, or that its collator ignores, with what to do."""
+    """Returns columns that would become a Trainer's labels, or that its collator ignores, with what to do."""
     refused = dict.fromkeys(
         [*OTHER_LABELS, *(name for name in trainer.label_names if name != "labels")],
         "would be its labels; rename it to 'labels', or remove it",
@@ -248,7 +248,7 @@ def _refused_columns(trainer: Trainer) -> Mapping[str, str]:
 
 def _shown_to_collator(trainer: Trainer, dataset: datasets.Dataset) -> list[str]:
     """Returns the stored columns of a dataset that a Trainer shows its collator."""
-    signature = trainer._signature_columns  # remembered by the first who asks
+    signature = trainer._signature_columns  # the first call remembers it
     try:
         return shown_columns(trainer._remove_unused_columns(dataset))
     finally:
@@ -274,8 +274,8 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Da
 
 
 class EvaluationCheck:
-    """Checks evaluation datasets of a Trainer that evaluates with its own batches, each of them once: collates a short
-    and a long row. Datasets that the Trainer has are checked at once.
+    """Checks evaluation datasets of a Trainer that evaluates with its own batches: collates a short and a long row.
+    Checks each dataset once; those that the Trainer already has, immediately.
 
     Raises:
         ConfigError: one of them cannot be evaluated; says why.
@@ -291,7 +291,7 @@ class EvaluationCheck:
         """Makes the loader of an evaluation dataset: a given one, or Trainer's own (by name, if there are several).
 
         Raises:
-            ConfigError: it cannot be evaluated; says why.
+            ConfigError: the dataset cannot be evaluated; says why.
         """
         given = self._trainer.eval_dataset if dataset is None else dataset
         self._check(self._trainer.eval_dataset[given] if isinstance(given, str) else given)
@@ -319,7 +319,7 @@ def _reason_against(trainer: Trainer, dataset: datasets.Dataset) -> str | None:
     rows = dataset.select(range(min(len(dataset), ROWS_LOOKED_AT)))
     rows = trainer._remove_unused_columns(rows, description="evaluation")
     if "input_ids" not in rows.column_names:
-        return None  # not a tokenised dataset: the collator makes something of it that is not known here
+        return None  # not a tokenised dataset: what the collator makes from it is unknown
     lengths = [len(row) for row in rows["input_ids"]]
     shortest, longest = lengths.index(min(lengths)), lengths.index(max(lengths))
     several = trainer.args.eval_batch_size > 1 and len(rows) > 1

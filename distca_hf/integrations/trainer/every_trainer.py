@@ -1,9 +1,9 @@
-"""Every Trainer: attaches each Trainer of a process for as long as it trains, without a line of the program's.
+"""Every Trainer: attaches each Trainer of a process while it trains, without a change to the program.
 
-`patches/every_trainer.py` puts these functions around Trainer's, for `python -m distca_hf.run --attach` and for
-DISTCA_ATTACH=1. Settings come from the recipe or from DISTCA_<FIELD>. Batches stay the program's, unless
-`tokens_per_rank` is set. A Trainer that the program has attached itself, that has a `DistCACallback`, or whose model
-was enabled, is left as it is.
+`patches/every_trainer.py` wraps Trainer's methods in these functions, for `python -m distca_hf.run --attach` and for
+DISTCA_ATTACH=1. Settings come from the recipe or from DISTCA_<FIELD>. The program keeps its batches, unless
+`tokens_per_rank` is set. A Trainer stays as it is if the program has attached it, if it has a `DistCACallback`, or if
+its model was enabled.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,12 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Attribute of the wrapped method: names of the classes whose `train` was called.
+# Attribute of the wrapped method: names of classes whose `train` was called.
 INSTALLED = "_distca_attaches"
 
 
 def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -> Callable[..., Any]:
-    """Returns `Trainer.train` with an attachment around it.
+    """Wraps `Trainer.train` in an attachment, and returns it.
 
     Args:
         make: makes the plugin of a training.
@@ -59,7 +59,7 @@ def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) ->
 
 
 def checking(init: Callable[..., None]) -> Callable[..., None]:
-    """Returns `Trainer.__init__` with a look at the class's own `train`, which may never call Trainer's."""
+    """Wraps `Trainer.__init__`, and returns it: a class whose `train` never calls Trainer's will refuse to train."""
 
     @wraps(init)
     def init_and_check(trainer: Trainer, *args: object, **kwargs: object) -> None:
@@ -78,7 +78,7 @@ def _is_balanced(trainer: Trainer) -> bool:
 
 
 def _replaces(kind: type[Trainer], method: str) -> bool:
-    """Returns whether a class has a method in place of Trainer's, which it does not call."""
+    """Returns whether a class overrides a method of Trainer without calling Trainer's."""
     own = (vars(part)[method] for part in kind.__mro__ if method in vars(part))
     for function in own:
         if function.__module__.startswith(TRAINER):
@@ -104,7 +104,7 @@ def _refuse(trainer: Trainer, method: str, *args: object, **kwargs: object) -> N
 
 @contextmanager
 def _attached(trainer: Trainer, train: Callable[..., Any], plugin: ParallelContext) -> Iterator[None]:
-    """Attaches a Trainer in a `with` block. Its `train` is Trainer's there: an override is running already."""
+    """Attaches a Trainer in a `with` block. There its `train` is Trainer's, because an override is already running."""
     own = vars(trainer).get("train")
     trainer.train = MethodType(train, trainer)
     try:
@@ -121,7 +121,7 @@ def _attached(trainer: Trainer, train: Callable[..., Any], plugin: ParallelConte
 
 
 def _detach(trainer: Trainer) -> None:
-    """Detaches a Trainer that has trained; one that was changed meanwhile stays attached, and is named."""
+    """Detaches a Trainer that has trained. If it was changed meanwhile, it stays attached, with a warning."""
     try:
         detach(trainer)
     except ConfigError as error:

@@ -1,13 +1,13 @@
-"""Resuming: a Trainer goes on where the data is, and counts epochs and steps from there.
+"""Resuming: a Trainer continues at the saved position in the data, and counts epochs and steps from there.
 
-Trainer keeps the number of steps and works its place in the data out of it, with one number of steps for all epochs.
-With other ranks, tokens or accumulation steps than before, that is another place. And the epoch that it goes on in has
-another number of steps than later epochs. So Trainer is given two numbers: the epoch of the saved position, and the
-steps that are left in it. The loader begins at the position. There is no public seam for it. Methods are replaced on
-the instance; the class and every other Trainer are left alone.
+Trainer saves only the number of steps and derives its place in the data from it, with one number of steps for all
+epochs. If ranks, tokens or accumulation steps have changed, that is a different place. And the epoch in which it
+resumes has a different number of steps than later epochs. So Trainer is given two numbers: the epoch of the saved
+position, and the steps left in it. The loader begins at the position. Transformers has no public interface for this.
+Methods of the instance are replaced; the class and every other Trainer stay as they are.
 
-Trainer writes its state last. A full disk, or a process that was killed while it saved, leaves a checkpoint without
-it, and `resume_from_checkpoint=True` takes the newest one. So a checkpoint must be whole.
+Trainer writes its state last. If the disk is full, or a process is killed while it saves, the checkpoint lacks this
+state, and `resume_from_checkpoint=True` takes the newest checkpoint. So a checkpoint must be whole.
 """
 
 import inspect
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 # A method of Trainer, of any version: its arguments are looked up by name.
 Method = Callable[..., Any]
 
-# Where `TrainerState` keeps the loader's position: among the states of callbacks, which it writes into checkpoints.
+# Key of the loader's position among the states of callbacks, which `TrainerState` writes into checkpoints.
 LOADER_STATE = "distca_loader"
 
 # Methods of Trainer that find its place in the data, and their arguments that matter here.
@@ -49,13 +49,13 @@ COUNTING = {
 
 
 def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: str | Path | bool | None) -> None:
-    """Checks that a checkpoint has been written to its end, and that a training of the model can resume from it.
+    """Checks that a checkpoint was written completely, and that a training of the model can resume from it.
 
     Args:
         resume_from_checkpoint: as given to `Trainer.train`: a folder, True for the newest one, or nothing.
 
     Raises:
-        ConfigError: it was not, or is not there, and names the newest one that was; or the training cannot resume.
+        ConfigError: it is missing; or is not complete (names the newest one that is); or the training cannot resume.
     """
     if not resume_from_checkpoint:
         return
@@ -93,10 +93,9 @@ def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: 
 class Resuming(TrainerCallback):
     """Saves the loader's position with every checkpoint of a Trainer, and resumes there.
 
-    Every document is trained `num_train_epochs` times, whatever ranks, tokens and accumulation steps were in between.
-    An epoch of Trainer ends where an epoch of the data does. `max_steps`, the learning-rate schedule, the progress
-    bar and `state.epoch` follow. A run that resumes with the sizes it had is bit-equal to one that was never
-    interrupted.
+    Every document is trained `num_train_epochs` times, even if ranks, tokens or accumulation steps change in between.
+    An epoch of Trainer ends with an epoch of the data. `max_steps`, the learning-rate schedule, the progress bar and
+    `state.epoch` follow. A run that resumes with unchanged sizes is bit-equal to one that was never interrupted.
     """
 
     def __init__(self, loader: PlacedLoader) -> None:
@@ -104,7 +103,7 @@ class Resuming(TrainerCallback):
         self._resumed: ResumedEpoch | None = None
         self._step = 0
         self._is_in_resumed_epoch = False
-        # Methods that this version of Trainer does not have, or has with other arguments.
+        # Methods that this version of Trainer lacks, or that have other arguments.
         self._missing = [
             name
             for name, arguments in COUNTING.items()
@@ -115,7 +114,7 @@ class Resuming(TrainerCallback):
     def install(self, attachment: Attachment) -> None:
         """Replaces the methods of an attached Trainer that count epochs and steps, and adds itself to its callbacks.
 
-        It is the first of them, so that the others see the epoch that is set here.
+        It comes first: the others then see the epoch that it sets.
         """
         attachment.add_callback(self, first=True)
         methods: tuple[Method, ...] = (self._train, self._count, self._restore, self._run_epoch)
@@ -126,7 +125,7 @@ class Resuming(TrainerCallback):
     def _train(
         self, train: Method, *, args: TrainingArguments, resume_from_checkpoint: str | None = None, **others: object
     ) -> object:
-        """Puts the loader where the checkpoint was saved, or to the beginning, before Trainer counts anything."""
+        """Moves the loader to the checkpoint's position, or to the beginning, before Trainer counts anything."""
         self._loader.restart()
         self._resumed = None
         if resume_from_checkpoint is not None and not args.ignore_data_skip:
@@ -145,7 +144,7 @@ class Resuming(TrainerCallback):
         return train(args=args, resume_from_checkpoint=resume_from_checkpoint, **others)
 
     def _count(self, count: Method, args: TrainingArguments, dataloader: object) -> tuple[float, ...]:
-        """Returns the epochs and steps of the whole training as Trainer counts them, corrected where it resumes."""
+        """Returns the epochs and steps of the whole training as Trainer counts them, corrected if it resumes."""
         epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps = count(args, dataloader)
         if self._resumed is not None:
             if args.max_steps < 0:
@@ -161,7 +160,7 @@ class Resuming(TrainerCallback):
         return epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps
 
     def _restore(self, restore: Method, *args: object, **kwargs: object) -> tuple[int, int]:
-        """Returns the epochs that are trained, and the micro-batches that are trained of the next one."""
+        """Returns the number of finished epochs, and of finished micro-batches in the next one."""
         epochs, micro_batches = restore(*args, **kwargs)
         if self._resumed is None:
             return epochs, micro_batches
@@ -176,7 +175,7 @@ class Resuming(TrainerCallback):
         rest = {
             "steps_in_epoch": resumed.micro_batches_left,
             "num_update_steps_per_epoch": resumed.steps_left,
-            "steps_trained_in_current_epoch": 0,  # there is nothing to skip: the loader begins after them
+            "steps_trained_in_current_epoch": 0,  # nothing to skip: the loader begins after them
         }
         self._is_in_resumed_epoch = True
         try:
@@ -187,10 +186,10 @@ class Resuming(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Makes sure that the data goes on where the steps do.
+        """Checks that the data resumes if the steps do.
 
         Raises:
-            ConfigError: Trainer resumes, but not in the way that the position in the data is restored.
+            ConfigError: Trainer resumes, but in a way that did not restore the position in the data.
         """
         if state.global_step > 0 and self._resumed is None and not args.ignore_data_skip:
             changed = f"Transformers {transformers.__version__} has changed {', '.join(self._missing)} of Trainer"
@@ -204,7 +203,7 @@ class Resuming(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Notes where the data is."""
+        """Notes the position in the data."""
         state.stateful_callbacks[LOADER_STATE] = self._loader.state_dict()
         if self._resumed is not None and self._is_in_resumed_epoch:
             state.epoch = self._resumed.epochs_after(state.global_step - self._step)

@@ -1,21 +1,21 @@
-"""Steps of a Trainer: what its model is told before a pass. This is which documents come next, and who reads the loss.
+"""Steps of a Trainer: tells its model before a pass which documents come next, and who reads the loss.
 
-Batches are read ahead of their passes, so that ranks can plan them ahead, too:
+Batches are read ahead of their passes, to let ranks plan them ahead:
 
     worker or main process     collator ──▶ batch with its reading: done at once in a worker, later in the main process
     Accelerate's loader        holds one batch more than it has handed out, to know the last one of an epoch
-    get_batch_samples          takes the readings out of the batches of the step, and of that one
-    first pass of the step     ranks gather what is read, and a thread plans it while this pass runs
-    passes                     find it by the tensors of their batch; losses, metrics and other models never see it
+    get_batch_samples          takes the readings out of the batches of the step, and of the batch held
+    first pass of the step     ranks gather the readings, and a thread plans them while this pass runs
+    passes                     find them by the tensors of their batch; losses, metrics and other models never see them
 
 All other batches are read in their pass: batches that rank 0 dispatches, that a policy generates, or that come from a
 loader other than a torch DataLoader.
 
-Trainer's own methods read no logits. They sum up the losses of a rank until the next log, and average them over ranks
-there. Two numbers are of rank 0 only: `train_loss` counts the steps after the last log, and a loss that is infinite
-or NaN is left out of the log of its rank. So hidden states return in steps that may be the last ones and that no log
-covers: their losses are those of a rank's own rows. A training that ends unforeseen (a signal, no data left) logs its
-last steps instead, and its `train_loss` has their mean over ranks.
+Trainer's own methods read no logits. They sum the losses of a rank until the next log, and then average them over
+ranks. Two numbers come from rank 0 only: `train_loss` counts the steps after the last log, and an infinite or NaN loss
+is left out of its rank's log. So if steps may be the last ones and no log covers them, they return hidden states, and
+their losses are of the rank's own rows. If training ends unexpectedly (a signal, no data left), it logs its last steps
+instead, and `train_loss` has their mean over ranks.
 """
 
 import inspect
@@ -37,7 +37,7 @@ from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.patches.skip_batches import READ_AHEAD
 
 
-# Methods of Trainer that see the loss of a rank, or count the labels that it is divided by.
+# Methods of Trainer that see the loss of a rank, or count the labels by which it is divided.
 OF_LOSS = (
     "compute_loss",
     "training_step",
@@ -53,7 +53,7 @@ class ReadAhead:
     """Reads the batches of one Trainer's steps.
 
     Args:
-        replace: sets an attribute of an object, so that it can be undone.
+        replace: sets an attribute of an object in a way that can be undone.
     """
 
     def __init__(self, trainer: Trainer, model: nn.Module, replace: Callable[[object, str, object], None]) -> None:
@@ -62,17 +62,17 @@ class ReadAhead:
         self._is_training = False
         self._holds_one = False
         self._latest: Reading | None = None
-        self._readings: list[Reading | None] = []  # of the step, which marks on its tensors lead to
+        self._readings: list[Reading | None] = []  # of the step, found by marks on its tensors
         replace(trainer, "train", partial(self._train, trainer.train))
         replace(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples))
         if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it may copy, and does nothing else
             replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
 
     def begin(self, loader: object) -> None:
-        """Reads the batches of a training where they are collated, if it is one of this Trainer.
+        """Reads the batches of a training when they are collated, if this Trainer runs it.
 
         Args:
-            loader: of the training. Dispatched batches are put together on rank 0 and cut again: they are not read.
+            loader: of the training. Does not read dispatched batches: rank 0 joins them, and cuts them again.
         """
         self.end()
         inner, watch = getattr(loader, "base_dataloader", loader), watch_of(self._model)
@@ -85,14 +85,14 @@ class ReadAhead:
             self._see(loader)
 
     def _see(self, loader: object) -> None:
-        """Sees the batches of a loader of Accelerate as it gets them, and of one that leaves out the first of them."""
+        """Sees batches as Accelerate's loader gets them, also in a loader that skips the first of them."""
         if isinstance(loader, DataLoaderShard):
             inner = loader.base_dataloader
             vars(inner)["__iter__"] = partial(self._seen, inner)  # it calls this method by its name
             setattr(loader, READ_AHEAD, self._see)
 
     def _train(self, train: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Trains; the loader gets its collator back, also where training raises."""
+        """Trains; then gives the loader its collator back, even if training raises."""
         self._is_training = True
         try:
             return train(*args, **kwargs)
@@ -109,10 +109,10 @@ class ReadAhead:
         if isinstance(loader.collate_fn, ReadingCollator):
             loader.collate_fn = loader.collate_fn.collate
         if loader.persistent_workers:
-            loader._iterator = None  # its workers would go on with the other one
+            loader._iterator = None  # its workers would keep our collator
 
     def _seen(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yields the batches of a loader, and notes what was read of the latest one."""
+        """Yields the batches of a loader, and notes the reading of the latest one."""
         for batch in loader:
             self._latest = batch.get(ENTRY) if isinstance(batch, MutableMapping) else None
             yield batch
@@ -131,7 +131,7 @@ class ReadAhead:
         num_batches: int,
         device: torch.device,
     ) -> tuple[list[Any], Any]:
-        """Takes the batches of a step, and lets ranks plan those after the first one, whose pass begins at once."""
+        """Takes the batches of a step, and lets ranks plan all but the first one, whose pass begins immediately."""
         self._readings = []
         batches, num_items = take(self._marked(epoch_iterator), num_batches, device)
         watch = watch_of(self._model)
@@ -145,7 +145,7 @@ class ReadAhead:
 
 
 def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
-    """Carries the mark of a batch over to its copy."""
+    """Prepares a batch, and copies its mark if that makes a copy."""
     prepared = prepare(inputs)
     if isinstance(inputs, Mapping) and any(prepared[name] is not value for name, value in inputs.items()):
         if (reading := reading_of(inputs)) is not None:
@@ -154,10 +154,10 @@ def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 class LossReader:
-    """Runs `compute_loss` of a Trainer so that its model knows who reads the loss.
+    """Runs `compute_loss` of a Trainer, and tells its model who reads the loss.
 
     Args:
-        attachment: of the Trainer; nothing was replaced yet.
+        attachment: of the Trainer; it has replaced nothing yet.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -165,7 +165,7 @@ class LossReader:
         self._replaced_before = {name for name in OF_LOSS if name in vars(self._trainer)}
 
     def install(self) -> None:
-        """Takes the place of `compute_loss`."""
+        """Replaces `compute_loss`."""
         self._attachment.replace(self._trainer, "compute_loss", partial(self._read_loss, self._trainer.compute_loss))
 
     def _read_loss(
@@ -185,7 +185,7 @@ class LossReader:
             return compute_loss(model, inputs, return_outputs, **kwargs)
 
     def _reason(self) -> str:
-        """Returns why the loss of this rank is read, or more than the loss; empty if only its mean over ranks is."""
+        """Returns why the loss of this rank, or more, is read; empty if only its mean over ranks is."""
         trainer, args = self._trainer, self._trainer.args
         others = [
             name
@@ -234,7 +234,7 @@ def _next(every: int, step: int) -> int:
 
 @lru_cache(maxsize=256)
 def may_stop(callback_class: Hashable) -> bool:
-    """Returns whether a class of callbacks may end a training; those of Transformers and distca_hf do not count."""
+    """Returns whether a callback class may end a training. Classes of Transformers and distca_hf do not count."""
     for part in callback_class.__mro__:  # type: ignore[attr-defined]
         if part.__module__.partition(".")[0] not in ("builtins", "distca_hf", "transformers"):
             try:

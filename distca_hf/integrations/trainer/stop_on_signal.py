@@ -1,10 +1,10 @@
 """Stop on a signal: on SIGTERM or Ctrl-C all ranks end the same step, save a checkpoint, and leave.
 
-Ranks get a signal at different times, or only one of them does. Its next agreements carry the signal
-(`Traffic.leave_signal`), so that all ranks have seen it after a step, without another collective.
+Ranks get a signal at different times, or only one rank gets it. That rank's next agreements carry the signal
+(`Traffic.leave_signal`): after a step all ranks have seen it, without another collective.
 
 An evaluation would take longer than launchers wait. Ranks that evaluate agree every few seconds, and leave after the
-same batch of it. The state of the training has not changed since the step before.
+same batch. The state of the training has not changed since the step before.
 """
 
 import inspect
@@ -30,26 +30,26 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 log = get_logger(__name__)
 
-# As `signal.getsignal` returns it: a function, one of two numbers, or None for a handler that Python did not set.
+# What `signal.getsignal` returns: a function, one of two numbers, or None for a handler that Python did not set.
 Handler = Callable[[int, FrameType | None], object] | int | None
 
-# The signals, and their handlers in a Python program that installs none.
+# The signals, and their default handlers in Python.
 USUAL_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-# Steps after which a signal that no agreement has carried is passed on: an agreement takes place in every micro-batch.
+# A signal that no agreement has carried for more steps is raised again: every micro-batch has an agreement.
 MOST_STEPS_UNSHOWN = 2
 # Time between two agreements of an evaluation, which are counted in batches: ranks have no common clock.
 AGREE_SECONDS = 2.0
 
 
 class LeaveOnSignal(TrainerCallback):
-    """Saves and leaves with status 143 when some rank has got SIGTERM, with 130 on Ctrl-C.
+    """Saves and leaves when some rank has got a signal: with status 143 on SIGTERM, with 130 on Ctrl-C.
 
-    It should be the last callback. Then an evaluation that was due does not come before the checkpoint, and callbacks
-    that report to trackers end first. An evaluation that has begun ends at one of its next batches. A handler that is
-    installed already, Trainer's `enable_jit_checkpoint` for example, stays; so do the default ones where training does
-    not run on the main thread. A second Ctrl-C ends training at once, without a checkpoint.
+    It should be the last callback. Then an evaluation that was due does not delay the checkpoint, and callbacks that
+    report to trackers end first. An evaluation that has begun ends at one of its next batches. A handler that is
+    already installed (for example by Trainer's `enable_jit_checkpoint`) stays; so do the default ones if training does
+    not run on the main thread. A second Ctrl-C ends training immediately, without a checkpoint.
 
-    Workers of data loaders that start from now on outlive both signals (see `patches.data_workers`).
+    Workers of data loaders that start from now on survive both signals (see `patches.data_workers`).
 
     Args:
         transport_of: the transport for a device, whose agreements carry the signal.
@@ -98,7 +98,7 @@ class LeaveOnSignal(TrainerCallback):
 
     @property
     def _leaving(self) -> dict[int, int]:
-        """Ranks that got a signal, and which, as far as all ranks know."""
+        """Ranks that got a signal, each with the signal, as far as all ranks know."""
         if not self._is_only_rank:
             return self._traffic.leaving
         return {self._transport.grid.rank: self._traffic.leave_signal} if self._traffic.leave_signal else {}
@@ -124,7 +124,7 @@ class LeaveOnSignal(TrainerCallback):
             control.should_evaluate = False
 
     def _announce(self, args: TrainingArguments, state: TrainerState, does: str) -> None:
-        """Takes the signal of the first rank for that of all, and says what follows."""
+        """Chooses the signal of the lowest rank for all ranks, and logs what follows."""
         first, ranks = min(self._leaving), ", ".join(map(self._transport.grid.label, sorted(self._leaving)))
         self._signal = self._leaving[first]
         log.warning(
@@ -140,8 +140,8 @@ class LeaveOnSignal(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Leaves an evaluation inside of training after the same batch as all ranks, with a checkpoint of the step
-        before it.
+        """Leaves an evaluation during training after the same batch on all ranks, with a checkpoint of the step before
+        it.
 
         Raises:
             SystemExit: after the checkpoint.
@@ -150,15 +150,15 @@ class LeaveOnSignal(TrainerCallback):
             return
         self._batches += 1
         if self._batches == self._agree_at and not self._is_only_rank:
-            # Ranks show their signals and the time since they did so before. The next batch at which they do it again
-            # is at most twice as far from here as this one was from the last.
+            # Ranks show their signals and the time since the last agreement. The next one comes after at most twice as
+            # many batches as this one did.
             now, name = time.monotonic(), "milliseconds since the last agreement"
             passed = {name: round(1e3 * (now - self._agreed))}
             slowest = max(Agreement.start(self._transport, Occasion.EVALUATE, self._batches, {}, passed).wait()[name])
             self._stride = max(1, round(self._stride * min(2.0, 1e3 * AGREE_SECONDS / max(1, slowest))))
             self._agree_at, self._agreed = self._batches + self._stride, now
-        # An evaluation that Trainer runs neither between two steps nor before the first one ends first: a step may be
-        # under way.
+        # If Trainer runs an evaluation neither between two steps nor before the first one, let it finish: a step may
+        # be running.
         between_steps = _frame_of(Trainer._maybe_log_save_evaluate) if self._leaving else None
         frame = between_steps or (_frame_of(Trainer._evaluate) if self._leaving else None)
         if frame is None:
@@ -173,13 +173,13 @@ class LeaveOnSignal(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Lets ranks agree at the first batch of the next evaluation, which may take another time for each of them."""
+        """Lets ranks agree at the first batch of the next evaluation: its batches may take a different time."""
         self._agree_at, self._stride, self._agreed = self._batches + 1, 1, time.monotonic()
 
     on_predict = on_evaluate
 
     def _save_and(self, trainer: Trainer, does: str) -> None:
-        """Saves the step that has ended, unless that was done."""
+        """Saves the step that has ended, unless it is saved already."""
         if self._saved_step == trainer.state.global_step:
             self._announce(trainer.args, trainer.state, f"{does}; this step is saved")
             return
@@ -200,8 +200,8 @@ class LeaveOnSignal(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Ends the process if a rank has got a signal. One that came after the last step saves that step, as far as
-        all ranks have seen it in their last report.
+        """Ends the process if a rank has got a signal. If the signal came after the last step, saves that step,
+        provided all ranks have seen the signal in their last report.
 
         Raises:
             SystemExit: after the checkpoint, with the status of a process that the signal has ended.
@@ -211,7 +211,7 @@ class LeaveOnSignal(TrainerCallback):
         training = _frame_of(Trainer.train)
         if self._leaving and not self._signal and training is not None:
             trainer: Trainer = training.f_locals["self"]
-            if args.load_best_model_at_end:  # the weights are not those of the last step any more
+            if args.load_best_model_at_end:  # the weights are no longer from the last step
                 self._saved_step = state.global_step
             self._save_and(trainer, "leaving after the last step")
         if self._signal:
@@ -220,8 +220,8 @@ class LeaveOnSignal(TrainerCallback):
             signal.raise_signal(self._traffic.leave_signal)
 
     def _install(self) -> None:
-        """Takes the signals, where that is possible and no other handler has them. A rank that cannot leaves with the
-        others."""
+        """Installs handlers of the signals, if possible and no other handler is installed. Ranks that cannot install
+        them leave with the others."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, usual in USUAL_HANDLERS.items():
@@ -240,8 +240,8 @@ class LeaveOnSignal(TrainerCallback):
             self._earlier[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, partial(self._handle_child, of_children))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Remembers the signal. Raises it again if training has ended with an exception, also where another Trainer
-        trains by now, or if Ctrl-C comes again."""
+        """Remembers the signal. Raises it again if training has ended with an exception, even if another Trainer is
+        training now, or if Ctrl-C comes again."""
         again = number == signal.SIGINT and self._traffic.leave_signal == number
         self._traffic.leave_signal = number
         training = _frame_of(Trainer.train, frame)
@@ -253,7 +253,7 @@ class LeaveOnSignal(TrainerCallback):
         self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None
     ) -> None:
         """Passes the end of a child on to torch, which raises an error within a step if a worker was killed.
-        A worker that started before this training, and that the signal has ended, ends the training with a checkpoint.
+        If the signal has ended a worker that started before this training, training ends with a checkpoint.
         """
         try:
             handler(number, frame)
@@ -273,7 +273,7 @@ class LeaveOnSignal(TrainerCallback):
 def _frame_of(method: Callable[..., object], frame: FrameType | None = None) -> FrameType | None:
     """Returns the frame of a method of Trainer that is on the stack; None if there is none.
 
-    Callbacks get neither their Trainer, nor do they learn in which part of a training they are called.
+    Callbacks do not get their Trainer, and do not learn in which part of a training they are called.
     """
     frame = frame or sys._getframe(1)
     while frame is not None and frame.f_code is not inspect.unwrap(method).__code__:
