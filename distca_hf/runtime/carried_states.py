@@ -39,7 +39,7 @@ After = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 class CarriedRows:
     """The rows of one forward pass, as layers with a state see them.
 
-    This is no tuple, mapping or dataclass: wrappers look into these in a model's arguments, and copy them.
+    This is not a tuple, mapping or dataclass: wrappers look into these in a model's arguments, and copy them.
     """
 
     def __init__(self, plan: LivePlan) -> None:
