@@ -7,21 +7,18 @@
 Without other parallelism there is one stage and one tensor rank, and all ranks are in all scopes.
 
 Ranks with different grids would wait for each other in different groups, until a deadline. So before groups are
-opened, every rank compares its grid with the first rank's, and leaves a message for all ranks if they differ
-(`same_grids`). That takes a few messages to the job's store, and no collective.
+opened, ranks tell each other their grids at the job's store, and compare them (`check_same_grids`). That takes no
+collective.
 """
 
 import enum
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, cached_property
 
 import numpy as np
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError
@@ -273,32 +270,30 @@ def _some(ranks: Sequence[int]) -> str:
     return f"ranks {first}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-@contextmanager
-def same_grids(store: Store, grid: Grid, patience: timedelta) -> Iterator[None]:
-    """Compares the grids of all ranks of the job, around a block in which the group of all ranks is opened.
+def check_same_grids(grid: Grid, told: Mapping[int, str]) -> None:
+    """Compares the grids of all ranks that train together.
+
+    Args:
+        grid: of this rank.
+        told: `grid_in_words` of each rank, by its number in the job.
 
     Raises:
-        RuntimeError: the first rank did not come in time.
         ConfigError: a rank has another grid than the first one; names both.
     """
-    sets = [", ".join(map(str, ranks[:8])) for ranks in grid.sets_of(Scope.ROWS)[:2]]
-    words = f"{grid.in_words()} (documents shared by {' and by '.join(sets)}{', ...' if len(sets) > 1 else ''})"
-    digest = hashlib.blake2b(json.dumps([grid.shape, grid.ranks]).encode(), digest_size=8).hexdigest()
-    store = PrefixStore("distca_hf/grids", store)
-    turn, first = store.add(f"turns/{grid.rank}", 1), min(grid.ranks)
-    mine, of_first, of_another = f"{digest} {words}", f"{turn}/first", f"{turn}/another"
-    if grid.rank == first:
-        store.set(of_first, mine)
-    else:
-        store.wait([of_first], patience)
-        shown = store.get(of_first).decode()
-        if shown != mine:
-            theirs = shown.partition(" ")[2]
-            store.set(of_another, f"rank {first} of the job works on {theirs}, and rank {grid.rank} on {words}")
-    yield
-    if store.check([of_another]):
+    first = min(told)
+    other = next((rank for rank in sorted(told) if told[rank] != told[first]), None)
+    if other is not None:
+        on_first, on_other = (told[rank].partition(" ")[2] for rank in (first, other))
         raise ConfigError(
-            f"{grid.name}: ranks divide the job in several ways: {store.get(of_another).decode()}. Call "
-            "plugin.use_mesh with the same mesh and names on all ranks, and give plugin.dataloader the model on all "
-            "of them, or on none"
+            f"{grid.name}: ranks divide the job in several ways: rank {first} of the job works on {on_first}, and "
+            f"rank {other} on {on_other}. Call plugin.use_mesh with the same mesh and names on all ranks, and give "
+            "plugin.dataloader the model on all of them, or on none"
         )
+
+
+def grid_in_words(grid: Grid) -> str:
+    """Returns a text that is equal on two ranks if their grids are: a checksum, and what a message says of it."""
+    sets = [", ".join(map(str, ranks[:8])) for ranks in grid.sets_of(Scope.ROWS)[:2]]
+    more = ", ..." if len(sets) > 1 else ""
+    digest = hashlib.blake2b(json.dumps([grid.shape, grid.ranks]).encode(), digest_size=8).hexdigest()
+    return f"{digest} {grid.in_words()} (documents shared by {' and by '.join(sets)}{more})"

@@ -10,7 +10,7 @@ gloo group, so agreement needs no device. Their deadlines are ours.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import labels_of
-from distca_hf.comm.grid import Grid, Scope, same_grids
+from distca_hf.comm.grid import Grid, Scope, check_same_grids, grid_in_words
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
@@ -200,8 +200,7 @@ def open_transport(
         most_groups = _meet(store, members, patience)
         if not members.are_the_job:
             padding = _padding(members, most_groups)
-        # Ranks come here when their data is ready, so they meet in the group with the longest deadline.
-        control_groups = _control_groups(members, patience, store)
+        control_groups = _control_groups(members, patience)
         make = _nccl_group if on_gpus else _gloo_group
         data_group = _new_group(members, Scope.ROWS, make, timeout)
         tensor_group = _new_group(members, Scope.TENSOR, make, timeout) if grid.shape[2] > 1 else None
@@ -222,16 +221,14 @@ def open_transport(
     return TorchTransport(data_group, control_groups, rollcall, device, grid, None, whereabouts, tensor_group)
 
 
-def _control_groups(members: Members, patience: timedelta, store: Store) -> dict[Scope, dist.ProcessGroup]:
+def _control_groups(members: Members, patience: timedelta) -> dict[Scope, dist.ProcessGroup]:
     """Opens the groups for integers, the widest scope first. Scopes of the same ranks share one."""
     groups: dict[Scope, dist.ProcessGroup] = {}
     opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for scope in (Scope.GROUP, Scope.LAYERS, Scope.ROWS):
         ranks = members.grid.members(scope)
         if ranks not in opened:
-            is_job = members.are_the_job and scope is Scope.GROUP
-            with same_grids(store, members.grid, patience) if is_job else nullcontext():
-                opened[ranks] = _new_group(members, scope, _gloo_group, patience)
+            opened[ranks] = _new_group(members, scope, _gloo_group, patience)
         groups[scope] = opened[ranks]
     return groups
 
@@ -281,19 +278,21 @@ def _check_no_split(on_gpus: bool) -> None:
 
 
 def _meet(store: Store, members: Members, patience: timedelta) -> int:
-    """Waits for all ranks, and logs which ones are missing after a while: a rank without distca_hf never comes.
+    """Waits for all ranks, whose data may be ready at different times, and logs which ones are missing after a while.
+    A rank without distca_hf never comes.
 
     Returns:
         The most process groups that any of the ranks is in.
 
     Raises:
         RuntimeError: some did not come in time.
+        ConfigError: ranks have different grids.
     """
     ranks, rank = members.group, members.grid.rank
     store = PrefixStore(f"distca_hf/groups/{'job' if members.are_the_job else '-'.join(map(str, ranks))}", store)
     turn = store.add(f"turns/{rank}", 1)
     keys = [f"{turn}/{other}" for other in ranks]
-    store.set(f"{turn}/{rank}", str(num_groups()))
+    store.set(f"{turn}/{rank}", f"{num_groups()} {grid_in_words(members.grid)}")
 
     def name_missing() -> None:
         with suppress(RuntimeError):  # the store is gone, and the waiting thread says so
@@ -315,7 +314,9 @@ def _meet(store: Store, members: Members, patience: timedelta) -> int:
         store.wait(keys, patience)
     finally:
         timer.cancel()
-    return max(map(int, store.multi_get(keys)))
+    told = [text.decode().partition(" ") for text in store.multi_get(keys)]
+    check_same_grids(members.grid, {other: words for other, (_, _, words) in zip(ranks, told, strict=True)})
+    return max(int(number) for number, _, _ in told)
 
 
 def _padding(members: Members, most_groups: int) -> list[dist.ProcessGroup]:
