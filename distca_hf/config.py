@@ -31,7 +31,7 @@ SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times",
 
 # Values of settings that are names. The help of each setting describes them.
 OverlongPolicy = Literal["error", "split", "truncate"]
-KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
+KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "ffpa", "cpu", "reference"]
 Residency = Literal["auto", "keep", "refetch"]
 Evaluation = Literal["local", "distca"]
 CheckpointedAttention = Literal["save", "offload", "recompute"]

@@ -14,6 +14,7 @@ import torch
 
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.kernels.ffpa import FfpaKernel
 from distca_hf.kernels.interface import AttentionSpec, Kernel, before_queries
 from distca_hf.kernels.reference import WINDOW_TOKENS, ReferenceKernel, describe_error
 from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, Flash4Kernel, TorchVarlenKernel
@@ -47,7 +48,7 @@ class Capabilities:
     Attributes:
         device_type: "cpu", "cuda", or None for any.
         dtypes: input dtypes.
-        max_head_dim, head_dim_multiple: limits of both head dimensions (None: no limit).
+        min_head_dim, max_head_dim, head_dim_multiple: limits of both head dimensions (max_head_dim None: no limit).
         equal_dims: value and key dimension must be the same.
         compute_capability: GPU generations (major version), None for any.
         options: names of the `OPTIONS` that it computes.
@@ -56,6 +57,7 @@ class Capabilities:
 
     device_type: str | None
     dtypes: tuple[torch.dtype, ...]
+    min_head_dim: int = 1
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     equal_dims: bool = False
@@ -72,6 +74,9 @@ class Capabilities:
         if operands.dtype not in self.dtypes:
             return f"computes {', '.join(str(dtype) for dtype in self.dtypes)}, tensors are {operands.dtype}"
         largest = max(operands.head_dim, operands.value_dim)
+        if min(operands.head_dim, operands.value_dim) < self.min_head_dim:
+            smallest = min(operands.head_dim, operands.value_dim)
+            return f"has head dimensions from {self.min_head_dim}, the model has {smallest}"
         if self.max_head_dim is not None and largest > self.max_head_dim:
             return f"has head dimensions up to {self.max_head_dim}, the model has {largest}"
         if operands.head_dim % self.head_dim_multiple or operands.value_dim % self.head_dim_multiple:
@@ -202,6 +207,20 @@ KERNELS: dict[str, Entry] = {
         install="pip install flash-attn --no-build-isolation",
     ),
     "torch_varlen": Entry(None, FLASH2_OF_TORCH, TorchVarlenKernel),
+    "ffpa": Entry(
+        "ffpa_attn.cute",
+        Capabilities(
+            "cuda",
+            HALF,
+            min_head_dim=320,
+            max_head_dim=1024,
+            head_dim_multiple=64,
+            equal_dims=True,
+            compute_capability=(8, 9, 10, 12),
+        ),
+        FfpaKernel,
+        install="pip install ffpa-attn",
+    ),
     "cpu": Entry(None, Capabilities("cpu", FLOATING, equal_dims=True), CpuKernel),
     "reference": Entry(
         None, Capabilities(None, FLOATING, options=frozenset(OPTIONS)), ReferenceKernel, automatic=False

@@ -1,0 +1,62 @@
+"""Attention of ffpa-attn for head dimensions above 256, up to which FlashAttention goes, as `kernels.interface.Kernel`.
+
+Forward and backward run inside one operator of ours, with autograd off, so the functions below the package's own
+operators are called: those that `ffpa_attn.cute._forward_impl_for_device` and `_backward_impl_for_device` choose for a
+GPU. All take packed documents, write to given tensors, align causal masks bottom-right and return log-sum-exps as
+`[N, T]` in fp32. Queries, keys and values have gradients in kernels of their own, which add in a fixed order: they are
+bit-equal from run to run.
+
+Shape legend in `kernels.interface`.
+"""
+
+from types import ModuleType
+
+import torch
+
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Outputs, Room, Saved, Spans
+
+
+class FfpaKernel:
+    """ffpa-attn, compiled when first used.
+
+    Args:
+        interface: the package's module `ffpa_attn.cute`.
+    """
+
+    def __init__(self, interface: ModuleType) -> None:
+        self._forward_for = interface._forward_impl_for_device
+        self._backward_for = interface._backward_impl_for_device
+
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        q, _, v = inputs
+        out, lse = self._forward_for(q.device, q.shape[2], v.shape[2])(
+            *inputs,
+            **spans.by_name,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            return_lse=True,
+            out=room.out_TNV,
+            # The package writes the rows of a head one after the other.
+            lse=room.lse_NT if room.lse_NT is not None and room.lse_NT.stride(1) == 1 else None,
+        )
+        return room.filled(out, lse)
+
+    def backward(
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
+    ) -> None:
+        q, k, v, out, lse_NT = saved
+        dq, dk, dv = gradients
+        self._backward_for(q.device, q.shape[2], v.shape[2])(
+            q,
+            k,
+            v,
+            out,
+            dout_TNV,
+            lse_NT,
+            **spans.by_name,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+        )
