@@ -199,7 +199,12 @@ class DistCAConfig(Settings):
     checkpointed_attention: CheckpointedAttention = _setting(
         "save",
         "With activation checkpointing: save attention outputs, so that neither attention nor its exchange runs twice "
-        "(save), in host memory (offload), or recompute them, too (recompute).",
+        "(save); let them and the layers' inputs wait in host memory (offload); or recompute them, too (recompute).",
+    )
+    mlp_tokens: int = _setting(
+        0,
+        "MLPs of decoder layers run on this many tokens at a time, which saves memory within a layer. 0: on all.",
+        at_least=0,
     )
     evaluate: Evaluation = _setting(
         "local",

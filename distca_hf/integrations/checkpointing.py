@@ -2,10 +2,7 @@
 
 Recomputing attention costs an exchange and the largest part of a long document's time. Its output and log-sum-exp
 cost `N * V` elements and `N` fp32 numbers per token and layer. That is 8.1 KB for an 8B Llama in bf16, as much as the
-layer's input, which is saved anyway. They may wait for backward in host memory.
-
-    forward     attend ── output ──▶ next layers                 backward    fetch ──▶ recompute the rest of a layer
-                            └──▶ host, during the next layers                 └──▶ fetch the layer before, meanwhile
+layer's input, which is saved anyway. Both may wait for backward in host memory (`integrations.offload`).
 
 If attention is recomputed anyway, at least rows of other ranks are kept (`runtime.retention`). A region then holds
 rows for all of its layers at the same time. Most regions are one layer of a model; torch's checkpoint wrapper may hold
@@ -18,7 +15,6 @@ it saves the same operators. Everywhere else they are ours (`runtime.regions`).
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -31,40 +27,10 @@ import distca_hf.runtime.op  # noqa: F401 (both register operators)
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError
-from distca_hf.runtime.regions import REMEDY, RegionRun, check_call, retaining_contexts, runs_of, saving_contexts
+from distca_hf.integrations.offload import OffloadedLayers
+from distca_hf.runtime.regions import retaining_contexts, saving_contexts
 from distca_hf.runtime.retention import Regions
 from distca_hf.telemetry import get_logger
-
-
-# Torch rounds pinned memory up to a power of two. Pieces of this size waste hardly any.
-PIECE_BYTES = 2**26
-
-
-class HostCopy:
-    """A copy of a tensor in host memory, pinned if it comes from a GPU.
-
-    Copies to the host and back run on the current stream. If kernels run on another stream, they have to wait for it.
-    """
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._like, self._shape = x.new_empty(0), x.shape
-        self._pieces = [_to_host(piece) for piece in _pieces(x.contiguous())]
-
-    def on_device(self) -> torch.Tensor:
-        """Returns a tensor with the same numbers, on the original's device."""
-        x = self._like.new_empty(self._shape)
-        for piece, host in zip(_pieces(x), self._pieces, strict=True):
-            piece.copy_(host, non_blocking=True)
-        return x
-
-
-def _pieces(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return x.view(-1).split(PIECE_BYTES // x.element_size())
-
-
-def _to_host(piece: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(piece.shape, dtype=piece.dtype, device="cpu", pin_memory=piece.is_cuda)
-    return host.copy_(piece, non_blocking=piece.is_cuda)
 
 
 log = get_logger(__name__)
@@ -201,13 +167,16 @@ def _attending_again(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
-    """Makes checkpointed modules that recompute everything keep attention outputs, on their device or on the host.
+    """Makes checkpointed modules that recompute everything keep attention outputs, too.
+
+    Args:
+        on_host: everything that they keep, inputs as well, waits on the host.
 
     Returns:
         False if some of them cannot, because their checkpointing is reentrant.
 
     Raises:
-        ConfigError: outputs go to the host, and modules are compiled together with their checkpointing.
+        ConfigError: it waits on the host, and modules are compiled together with their checkpointing.
     """
     if on_host and any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ConfigError(
@@ -215,7 +184,7 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
             "checkpointing. Compile modules inside the checkpointed ones (attention, MLP), or use "
             "checkpointed_attention='save'"
         )
-    runs, contexts = (_checkpoint_on_host, OffloadedAttention()) if on_host else (_checkpoint_saving, saving_contexts)
+    runs, contexts = (_checkpoint_on_host, OffloadedLayers()) if on_host else (_checkpoint_saving, saving_contexts)
 
     def saving(function: Checkpoint) -> Checkpoint:
         return functools.partial(runs, function, context_fn=contexts)
@@ -224,9 +193,9 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-def _checkpoint_on_host(function: Checkpoint, *args: object, **kwargs: object) -> object:
-    """Runs a checkpointed region whose outputs wait on the host. Breaks graphs of a compiled model."""
-    return function(*args, **kwargs)
+def _checkpoint_on_host(function: Checkpoint, *args: object, context_fn: OffloadedLayers, **kwargs: object) -> object:
+    """Runs a checkpointed region of which everything waits on the host. Breaks graphs of a compiled model."""
+    return context_fn.run(function, *args, **kwargs)
 
 
 def _checkpoint_saving(function: Checkpoint, *args: object, context_fn: object, **kwargs: object) -> object:
@@ -260,90 +229,3 @@ def _functions(module: nn.Module) -> list[tuple[str, Checkpoint]]:
     """Returns names and values of the functions that checkpoint a module."""
     own = vars(module)
     return [(name, own[name]) for name in FUNCTIONS if isinstance(own.get(name), functools.partial)]
-
-
-class OffloadedAttention:
-    """The `context_fn` of all checkpointed modules of one model; called once for each region and forward pass."""
-
-    def __init__(self) -> None:
-        self._regions: list[weakref.ref[_HostRegion]] = []
-        self._stream: torch.cuda.Stream | None = None
-
-    def __reduce__(self) -> tuple[type["OffloadedAttention"], tuple[()]]:
-        """Copies and pickles as a new object: regions belong to passes of this model."""
-        return OffloadedAttention, ()
-
-    def __call__(self) -> "tuple[RegionRun[_HostRegion], RegionRun[_HostRegion]]":
-        region = _HostRegion(self)
-        self._regions = [known for known in self._regions if known() is not None]  # others have run backward
-        self._regions.append(weakref.ref(region))
-        return runs_of(region)
-
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Returns the stream of copies."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
-
-    def before(self, region: "_HostRegion") -> "_HostRegion | None":
-        """Returns the region before this one in forward, which is next in backward; None if there is none."""
-        known = [found for reference in self._regions if (found := reference()) is not None]
-        at = known.index(region)
-        return known[at - 1] if at else None
-
-
-class _HostRegion:
-    """Keeps outputs of attention calls of a checkpointed region in host memory."""
-
-    def __init__(self, owner: OffloadedAttention) -> None:
-        self._owner = owner
-        self._saved: list[list[tuple[HostCopy, torch.device]]] = []
-        self._fetched: list[list[torch.Tensor]] | None = None
-        self._taken = 0
-
-    def save(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Starts copies of a call's outputs to the host."""
-        self._saved.append([(self._to_host(x), x.device) for x in outputs])
-
-    def begin(self, recomputes: bool) -> None:
-        """See `Region`."""
-        self._taken = 0
-        if recomputes:
-            self.fetch()
-
-    def fetch(self) -> None:
-        """Starts to copy all outputs back to their devices, only once."""
-        if self._fetched is None:
-            self._fetched = [[self._to_device(x, device) for x, device in outputs] for outputs in self._saved]
-
-    def take(self) -> tuple[torch.Tensor, ...]:
-        """Returns outputs of the next call, on the device. After the last call, starts to fetch the region before."""
-        check_call(len(self._saved) if self._fetched is None else self._taken, len(self._saved), REMEDY)
-        assert self._fetched is not None
-        outputs, self._taken = self._fetched[self._taken], self._taken + 1
-        for x in outputs:
-            if x.is_cuda:
-                torch.cuda.current_stream(x.device).wait_stream(self._owner.stream(x.device))
-                x.record_stream(torch.cuda.current_stream(x.device))
-        if self._taken == len(self._fetched):
-            self._fetched = None
-            before = self._owner.before(self)
-            if before is not None:
-                before.fetch()
-        return tuple(outputs)
-
-    def _to_host(self, x: torch.Tensor) -> HostCopy:
-        if not x.is_cuda:
-            return HostCopy(x)
-        stream = self._owner.stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            host = HostCopy(x)
-        x.record_stream(stream)
-        return host
-
-    def _to_device(self, host: HostCopy, device: torch.device) -> torch.Tensor:
-        if device.type != "cuda":
-            return host.on_device()
-        with torch.cuda.stream(self._owner.stream(device)):
-            return host.on_device()

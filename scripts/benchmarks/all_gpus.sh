@@ -18,7 +18,7 @@
 #   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
 #            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
 #   longest  the longest document that Llama-3-8B trains on: memory by short attention, then with whole attention;
-#            LONGEST has further options, for example --checkpointing full --host-layers 24 --minutes 9
+#            LONGEST has further options, for example --checkpointing full --minutes 9
 #   servers  all GPUs but one train, and that one is an attention server: beside an even split, and without the server
 #   lost     the same with FSDP2 (with DDP on two): the server is killed and stopped in turns, LOSSES times (10)
 #   grids    the four below; hsdp and tensor beside their simulation from the profile CLUSTER (h100 or h200 by the GPUs' name):

@@ -174,8 +174,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     plugin = distca_hf.DistCAPlugin()
     follow_mesh(model, plugin)
     wires = Wires(plugin.transport(device), device)
-    recomputes = options.checkpointing == "full"
-    place = Place(wires, device, options.kernel, options.dtype, model, shape, recomputes, shares=options.shares)
+    place = Place(
+        wires, device, options.kernel, options.dtype, model, shape, options.checkpointing, shares=options.shares
+    )
     most_tokens = max(sum(lengths) for lengths in options.sets.values())
     distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
     prepare(model, options, device)

@@ -10,11 +10,10 @@ One document fills all ranks. Every length is an attempt in processes of its own
 follow a line through the last two peaks, until memory is out, of a GPU or of the host. Then the gap is halved down to
 --resolution (`lib/longest/launch.py`). Anything else that fails ends the search with status 1.
 
-Memory is saved as docs/sizes.md says: layers are checkpointed and attention outputs wait on the host
-(--checkpointing offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond that
+Memory is saved as docs/sizes.md says: layers are checkpointed, and what they keep waits on the host (--checkpointing
+offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond that
 
-    --host-layers N    inputs of the first N layers, which checkpointing keeps, wait on the host, too; all by default
-    --mlp-tokens N     MLPs run on N tokens at a time
+    --mlp-tokens N     MLPs run on N tokens at a time; 0: on all
     --offload          weights, gradients and AdamW are on the host (FSDP2's CPUOffloadPolicy)
 
 Steps of a million tokens take minutes, and the search with them. With --attended-tokens N kernels attend in a sliding
@@ -259,8 +258,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=2, help="of each attempt")
     parser.add_argument("--minutes", type=above_zero, default=60.0, help="after which the search ends")
     add_head(parser, "liger")
-    parser.add_argument("--host-layers", type=whole, help="layers whose inputs wait on the host; by default all")
-    parser.add_argument("--mlp-tokens", type=whole, default=16_384, help="that an MLP takes at once; 0: all")
+    parser.add_argument("--mlp-tokens", type=whole, default=16_384, help="see the setting mlp_tokens")
     parser.add_argument(
         "--attended-tokens", type=whole, default=0, help="window of short attention; 0: whole attention"
     )

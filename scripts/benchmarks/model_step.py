@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     shape = probe(model)
     use_head(model, options.head)
     wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
-    place = Place(wires, device, options.kernel, options.dtype, model, shape)
+    place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing)
     distca_hf.enable(model, place.plugin(tokens_per_rank), max(lengths))
     prepare(model, options, device)
 

@@ -88,8 +88,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     model = Backbone(build_model(config, options, device))
     shape = probe(model)
     wires, connection = Wires(distca_hf.DistCAPlugin().transport(device), device), Connection()
-    recomputes = options.checkpointing == "full"
-    place = Place(wires, device, options.kernel, options.dtype, model, shape, recomputes, servers=num_servers)
+    place = Place(
+        wires, device, options.kernel, options.dtype, model, shape, options.checkpointing, servers=num_servers
+    )
     tokens_per_rank = max(sum(lengths) for lengths in options.sets.values()) // num_trainers
     plugin = replace(place, plugins=connection.plugin).plugin(tokens_per_rank)
     distca_hf.enable(model, plugin, longest)

@@ -1,4 +1,4 @@
-"""Saved attention outputs, on the host or not: the same numbers, attention runs once, nothing stays behind."""
+"""What checkpointed layers keep, on the host or not: the same numbers, attention runs once, nothing is left over."""
 
 import functools
 import gc
@@ -15,12 +15,11 @@ from transformers import modeling_utils
 
 import distca_hf
 from distca_hf.errors import ConfigError
-from distca_hf.integrations import checkpointing
-from distca_hf.integrations.checkpointing import HostCopy, OffloadedAttention
+from distca_hf.integrations.offload import HostRegion, OffloadedLayers, OnHost
 from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime import local_attention
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
-from distca_hf.runtime.regions import RegionRun, saving_contexts
+from distca_hf.runtime.regions import saving_contexts
 from support.counting import CountingKernel
 from support.data import random_dataset
 from support.models import tiny_model
@@ -28,7 +27,20 @@ from support.versions import offloads_inputs
 
 
 NUM_LAYERS, TOKENS = 3, 192
-Contexts = Callable[[], tuple[RegionRun[Any], RegionRun[Any]]]
+Run = Callable[..., Any]
+
+
+def saving(function: Run, *args: Any) -> Any:
+    """Runs a checkpointed function whose attention outputs stay on the device."""
+    return checkpoint(function, *args, use_reentrant=False, context_fn=saving_contexts)
+
+
+def offloading(layers: OffloadedLayers | None = None) -> Run:
+    """Runs checkpointed functions of which everything waits on the host."""
+    return functools.partial((layers or OffloadedLayers()).run, functools.partial(checkpoint, use_reentrant=False))
+
+
+BOTH = pytest.mark.parametrize("make", [offloading, lambda: saving], ids=["offloading", "saving"])
 
 
 def test_layers_compiled_with_their_checkpointing_are_refused() -> None:
@@ -45,14 +57,14 @@ def test_layers_compiled_with_their_checkpointing_are_refused() -> None:
 class Regions:
     """Regions of two attention calls each, one after the other."""
 
-    def __init__(self, number: int, contexts: Contexts | None = None) -> None:
-        self.contexts, self.number = contexts or OffloadedAttention(), number
+    def __init__(self, number: int, run: Run | None = None) -> None:
+        self.run_one, self.number = run or offloading(), number
         self.x = torch.randn(6, 2, 4, dtype=torch.float64, requires_grad=True)
 
     def run(self) -> torch.Tensor:
         x = self.x
         for _ in range(self.number):
-            x = checkpoint(self._twice, x, use_reentrant=False, context_fn=self.contexts)
+            x = self.run_one(self._twice, x)
         return x.square().sum()
 
     @staticmethod
@@ -70,37 +82,57 @@ class Regions:
         return torch.autograd.grad(x.square().sum(), self.x)[0]
 
 
-def test_outputs_are_fetched_one_region_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_are_fetched_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each region once, the last one first, and the one before as soon as a region has taken all it needs."""
     events: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
-    for name in ("save", "fetch", "take"):
-        method = getattr(checkpointing._HostRegion, name)
+    for name in ("save_input", "save", "fetch", "take_input", "take"):
+        method = getattr(HostRegion, name)
 
-        def told(region: object, *args: object, name: str = name, method: object = method) -> object:
-            waiting = name != "fetch" or region._fetched is None
-            number = numbers.setdefault(id(region), len(numbers))
-            if waiting:
-                events.append((name, number))
+        def told(region: object, *args: object, name: str = name, method: Run = method) -> object:
+            events.append((name, numbers.setdefault(id(region), len(numbers))))
             return method(region, *args)
 
-        monkeypatch.setattr(checkpointing._HostRegion, name, told)
+        monkeypatch.setattr(HostRegion, name, told)
     regions = Regions(3)
     (gradient,) = torch.autograd.grad(regions.run(), regions.x)
 
     assert torch.equal(gradient, regions.expected())
-    assert events[:6] == [("save", region) for region in (0, 0, 1, 1, 2, 2)]
-    assert events[6:] == [
-        ("fetch", 2),
+    forward = [(name, region) for region in (0, 1, 2) for name in ("save_input", "save", "save")]
+    assert events == [
+        *forward,
+        *[("take_input", 2), ("fetch", 2)],
         *[("take", 2), ("take", 2), ("fetch", 1)],
-        *[("take", 1), ("take", 1), ("fetch", 0)],
-        *[("take", 0), ("take", 0)],
+        *[("take_input", 1), ("take", 1), ("take", 1), ("fetch", 0)],
+        *[("take_input", 0), ("take", 0), ("take", 0)],
     ]
 
 
-@pytest.mark.parametrize("contexts", [OffloadedAttention(), saving_contexts])
-def test_backward_may_run_twice(contexts: Contexts) -> None:
-    regions = Regions(2, contexts)
+def test_a_region_without_attention_fetches_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[HostRegion] = []
+    fetch = HostRegion.fetch
+    monkeypatch.setattr(HostRegion, "fetch", lambda region: (fetched.append(region), fetch(region))[1])
+    run, x = offloading(), torch.randn(6, requires_grad=True)
+    run(torch.sin, run(torch.cos, run(torch.exp, x))).sum().backward()
+
+    assert len(fetched) == len(set(fetched)) == 3
+
+
+def test_only_inputs_with_a_gradient_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are the same tensor in all layers, which is kept once if it stays where it is."""
+    sent: list[torch.Size] = []
+    send = OffloadedLayers.send
+    monkeypatch.setattr(OffloadedLayers, "send", lambda layers, x: (sent.append(x.shape), send(layers, x))[1])
+    x, positions = torch.randn(6, requires_grad=True), torch.arange(7.0)
+    offloading()(lambda x, positions: x.exp() * positions.sum(), x, positions).sum().backward()
+
+    assert sent == [(6,)]
+    torch.testing.assert_close(x.grad, 21 * x.detach().exp())
+
+
+@BOTH
+def test_backward_may_run_twice(make: Callable[[], Run]) -> None:
+    regions = Regions(2, make())
     loss = regions.run()
     first, second = (torch.autograd.grad(loss, regions.x, retain_graph=True)[0] for _ in range(2))
 
@@ -108,9 +140,20 @@ def test_backward_may_run_twice(contexts: Contexts) -> None:
     assert torch.equal(first, regions.expected())
 
 
-@pytest.mark.parametrize("contexts", [OffloadedAttention(), saving_contexts])
-def test_regions_in_a_region_attend_once(contexts: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    regions, forwards = Regions(2, contexts), []
+@BOTH
+def test_two_passes_may_run_before_backward(make: Callable[[], Run]) -> None:
+    run = make()
+    passes = [Regions(2, run) for _ in range(2)]
+    losses = [regions.run() for regions in passes]
+
+    for regions, loss in zip(passes, losses, strict=True):
+        assert torch.equal(torch.autograd.grad(loss, regions.x)[0], regions.expected())
+
+
+@BOTH
+def test_regions_in_a_region_attend_once(make: Callable[[], Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make()
+    regions, forwards = Regions(2, run), list[CountingKernel]()
 
     def kernel(*args: Any) -> CountingKernel:
         forwards.append(CountingKernel(choose(*args)))
@@ -118,30 +161,29 @@ def test_regions_in_a_region_attend_once(contexts: Contexts, monkeypatch: pytest
 
     choose = local_attention._kernel
     monkeypatch.setattr(local_attention, "_kernel", kernel)
-    loss = checkpoint(regions.run, use_reentrant=False, context_fn=contexts)
-    (gradient,) = torch.autograd.grad(loss, regions.x)
+    (gradient,) = torch.autograd.grad(run(regions.run), regions.x)
 
     assert sum(one.forward_pairs > 0 for one in forwards) == 2 * 2
     assert torch.equal(gradient, regions.expected())
 
 
 def test_a_graph_that_is_dropped_leaves_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[weakref.ref[HostCopy]] = []
-    method = checkpointing._HostRegion._to_host
+    copies: list[weakref.ref[OnHost]] = []
+    send = OffloadedLayers.send
 
-    def kept(region: object, x: torch.Tensor) -> HostCopy:
-        host = method(region, x)
+    def kept(layers: OffloadedLayers, x: torch.Tensor) -> OnHost:
+        host = send(layers, x)
         copies.append(weakref.ref(host))
         return host
 
-    monkeypatch.setattr(checkpointing._HostRegion, "_to_host", kept)
+    monkeypatch.setattr(OffloadedLayers, "send", kept)
     regions = Regions(2)
     loss = regions.run()
     assert all(copy() is not None for copy in copies)
     del loss
     gc.collect()
 
-    assert len(copies) == 2 * 2 * 2  # regions, calls, outputs
+    assert len(copies) == 2 * (1 + 2 * 2)  # regions; the input; calls, outputs
     assert all(copy() is None for copy in copies)
 
 
@@ -158,8 +200,8 @@ def test_outputs_that_change_in_place_are_an_error() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("contexts", [OffloadedAttention(), saving_contexts])
-def test_more_attention_calls_than_before_are_an_error(contexts: Contexts) -> None:
+@BOTH
+def test_more_attention_calls_than_before_are_an_error(make: Callable[[], Run]) -> None:
     calls = iter([1, 2])
 
     def differs(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +212,7 @@ def test_more_attention_calls_than_before_are_an_error(contexts: Contexts) -> No
         return layer(x)
 
     x = torch.randn(4, 1, 4, requires_grad=True)
-    loss = checkpoint(functools.partial(differs, nn.Linear(4, 4)), x, use_reentrant=False, context_fn=contexts).sum()
+    loss = make()(functools.partial(differs, nn.Linear(4, 4)), x).sum()
 
     with pytest.raises(RuntimeError, match="more than the 1 calls of its forward pass"):
         loss.backward()

@@ -45,6 +45,7 @@ DEFAULTS = {
     "kv_budget_gib": 4.0,
     "exchange_chunks": 0,
     "checkpointed_attention": "save",
+    "mlp_tokens": 0,
     "evaluate": "local",
     "regroup_steps": True,
     "ranks_per_node": 0,
@@ -75,6 +76,7 @@ OTHERS = {
     "kv_budget_gib": 0.5,
     "exchange_chunks": 3,
     "checkpointed_attention": "recompute",
+    "mlp_tokens": 4096,
     "evaluate": "distca",
     "regroup_steps": False,
     "ranks_per_node": 4,
@@ -98,7 +100,7 @@ OTHERS = {
 }
 CHOICES = {
     "overlong": ("error", "split", "truncate"),
-    "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"),
+    "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "ffpa", "cpu", "reference"),
     "kv_residency": ("auto", "keep", "refetch"),
     "checkpointed_attention": ("save", "offload", "recompute"),
     "metrics": ("basic", "all"),

@@ -40,6 +40,7 @@ from distca_hf.integrations.models.distributed_check import check_divided_heads,
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.hooks import BackboneCalls, HiddenHook
 from distca_hf.integrations.models.mixers import MixerWatch
+from distca_hf.integrations.models.mlp_tiles import TiledMlps
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
 from distca_hf.integrations.models.structure import (
@@ -110,6 +111,7 @@ class ForwardWatch:
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, window)
         self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
+        self._tiles = TiledMlps(inner, context.mlp_tokens) if context.mlp_tokens else None
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
         self._facts: dict[str, object] = {}
@@ -154,6 +156,8 @@ class ForwardWatch:
                 handle.remove()
             self._borders.leave()
             self._recomputed.leave()
+            if self._tiles is not None:
+                self._tiles.leave()
 
     def is_up_to_date(self) -> bool:
         """Returns whether the masks of layers are unchanged since the model was enabled."""
@@ -183,6 +187,8 @@ class ForwardWatch:
         if not any(isinstance(given.get(name), torch.Tensor) for name in TOKENS):
             return None  # a method runs instead of forward
         self._is_running = True
+        if self._tiles is not None:
+            self._tiles.prepare()
         self._borders.end()
         self.loss.begin(None)
         self._counted.begin({}, None, trains=False)
@@ -194,6 +200,8 @@ class ForwardWatch:
             if self._attends_locally(batch, trains, evaluates=not module.training):
                 if module is self.root:
                     self._check.check_implementation(trains)
+                if trains:
+                    self._recomputed.prepare(module, self.context, has_peers=False)
                 check_mask_numbers(numbered_rows(batch, self.reader.window_tokens))
                 batch = batch | tokens_in(batch)
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):

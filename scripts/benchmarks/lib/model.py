@@ -27,7 +27,6 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.cost import LayerMasks
-from distca_hf.integrations.checkpointing import OffloadedAttention
 from distca_hf.integrations.models.decoder_layers import layer_masks_of
 from lib.baselines.operators import SAVED_OPERATORS
 from lib.liger import use_liger_layers
@@ -265,8 +264,6 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
         keywords: dict[str, Any] = {"use_reentrant": False}
         if options.checkpointing == "saved":
             keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, saving_policy)
-        if options.checkpointing == "offloaded":
-            keywords["context_fn"] = OffloadedAttention()
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
     if options.fsdp and options.ep_size == options.tp_size == 1:
         _shard(model.layers, model.root, options, device)

@@ -75,7 +75,8 @@ class Place:
         kernel: its name, as in settings.
         model: that plans are made for.
         shape: of its work.
-        recomputes: checkpointing recomputes attention, too.
+        checkpointing: of the program's options. It decides for all modes alike (`lib/model.py`), except that the
+            product alone offloads.
         share_of: ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are.
         servers: ranks without tokens, over which `ideal` spreads attention, too.
         shares: tokens of the ranks in packs, in proportion; none if they are equal.
@@ -88,17 +89,17 @@ class Place:
     dtype: torch.dtype
     model: nn.Module
     shape: Shape
-    recomputes: bool = False
+    checkpointing: str = "none"
     share_of: int = 0
     servers: int = 0
     shares: Sequence[int] = ()
     plugins: Callable[..., WiredPlugin] = WiredPlugin
 
-    def plugin(self, tokens_per_rank: int) -> WiredPlugin:
-        """Returns the product for ranks of so many tokens, with further settings from the environment
-        (`DISTCA_<FIELD>`). Checkpointing is decided for all modes alike (`lib/model.py`)."""
-        checkpointed = "recompute" if self.recomputes else "save"
-        settings: dict[str, Any] = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
+    def plugin(self, tokens_per_rank: int, **settings: Any) -> WiredPlugin:
+        """Returns the product for ranks of so many tokens, with these settings, and others from the environment
+        (`DISTCA_<FIELD>`)."""
+        checkpointed = {"full": "recompute", "offloaded": "offload"}.get(self.checkpointing, "save")
+        settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed} | settings
         return self.plugins(self.wires, tokens_per_rank=tokens_per_rank, **settings)
 
     def work(self, calls: Iterable[Call]) -> Work:

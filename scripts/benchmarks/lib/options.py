@@ -69,7 +69,7 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
         "--checkpointing",
         choices=[*CHECKPOINTING],
         default="full",
-        help="full recomputes attention, too; saved keeps its outputs, offloaded keeps them on the host",
+        help="full recomputes attention, too; saved keeps its outputs, offloaded keeps everything on the host",
     )
     parser.add_argument("--fsdp", action=flag, default=True, help="without it gradients are not exchanged")
     parser.add_argument(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distca_hf.integrations import checkpointing
-from distca_hf.integrations.checkpointing import HostCopy
+from distca_hf.integrations import offload
+from distca_hf.integrations.offload import OffloadedLayers, OnHost
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 5), (2, 16), (3, 0), ()])
@@ -12,20 +12,20 @@ from distca_hf.integrations.checkpointing import HostCopy
 def test_a_copy_in_pieces_is_whole(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(checkpointing, "PIECE_BYTES", 64)
+    monkeypatch.setattr(offload, "PIECE_BYTES", 64)
     x = torch.randn(shape, dtype=dtype)
-    copy = HostCopy(x)
-    first = copy.on_device()
+    copy = OnHost(x, None)
+    first = copy.take()
     expected = x.clone()
     x.zero_()
 
-    for back in (first, copy.on_device()):
+    for back in (first, copy.take()):
         assert back.dtype == dtype
         assert torch.equal(back, expected)
 
 
 def test_a_copy_of_a_view_has_its_rows_alone() -> None:
     x = torch.arange(24.0).view(4, 6)
-    copy = HostCopy(x[:, 1:3].t())
+    copy = OffloadedLayers().send(x[:, 1:3].t())
 
-    assert torch.equal(copy.on_device(), x[:, 1:3].t())
+    assert torch.equal(copy.take(), x[:, 1:3].t())

@@ -1,11 +1,10 @@
 """One length of the search for the longest document: steps on a document over all ranks, in this process group."""
 
 import argparse
-import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -13,14 +12,10 @@ from unittest import mock
 import datasets
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 import distca_hf
 from distca_hf.config import KernelName
-from distca_hf.integrations.checkpointing import HostCopy
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
 from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.runtime import alike_layers
@@ -32,46 +27,6 @@ from lib.modes import Place
 from lib.report import load_of, rates_of
 from lib.whole_model import TrainingRunner, build_planned, use_head
 from lib.wires import Wires
-
-
-def keep_inputs_on_host(layers: Sequence[nn.Module]) -> None:
-    """Lets checkpointed layers keep their inputs on the host; call it when checkpointing is enabled."""
-    for layer in layers:
-        function: Any = layer._gradient_checkpointing_func
-        # Its keywords stay in sight: an enabled model lets those alone that have a `context_fn`, and replaces others.
-        keywords = getattr(function, "keywords", {})
-        on_host = functools.partial(_with_inputs_on_host, function, **keywords)
-        setattr(layer, "_gradient_checkpointing_func", on_host)  # noqa: B010
-
-
-def _with_inputs_on_host(function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
-    """Runs a checkpointed layer. Only its inputs are saved by these hooks: inside, checkpointing has its own.
-
-    Copies run on the stream of kernels, which wait for them: below a hundredth of a layer with a document of a hundred
-    thousand tokens.
-    """
-    with saved_tensors_hooks(HostCopy, HostCopy.on_device):
-        return function(*inputs, **keywords)
-
-
-def tile_mlps(layers: Sequence[nn.Module], tile_tokens: int) -> None:
-    """Lets the MLP of every layer run on so many tokens at a time.
-
-    Raises:
-        SystemExit: a layer has no `mlp`.
-    """
-    for layer in layers:
-        mlp = getattr(layer, "mlp", None)
-        if not isinstance(mlp, nn.Module):
-            raise SystemExit(f"{type(layer).__name__} has no mlp to run in tiles: --mlp-tokens 0 leaves it whole")
-        mlp.forward = functools.partial(_in_tiles, mlp.forward, tile_tokens)
-
-
-def _in_tiles(forward: Callable[[torch.Tensor], torch.Tensor], tile_tokens: int, x_1TD: torch.Tensor) -> torch.Tensor:
-    tiles = x_1TD.split(tile_tokens, dim=1)
-    if len(tiles) == 1 or not torch.is_grad_enabled():
-        return torch.cat([forward(tile) for tile in tiles], dim=1)
-    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
 
 
 def attempt(options: argparse.Namespace, device: torch.device) -> None:
@@ -105,14 +60,9 @@ def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     shape = probe(model)
     use_head(model, options.head)
     wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
-    place = Place(
-        wires, device, options.kernel, options.dtype, model, shape, recomputes=options.checkpointing == "full"
-    )
-    distca_hf.enable(model, place.plugin(options.tokens_per_rank), length)
+    place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing)
+    distca_hf.enable(model, place.plugin(options.tokens_per_rank, mlp_tokens=options.mlp_tokens), length)
     prepare(model, options, device)
-    keep_inputs_on_host(model.layers[: options.host_layers])
-    if options.mlp_tokens:
-        tile_mlps(model.layers, options.mlp_tokens)
 
     [documents] = random_tokens([length], 1, config.get_text_config().vocab_size)
     planned = build_planned("placed", place, documents, options.steps)
@@ -125,17 +75,14 @@ def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return {
         **rates_of(measured, load),
         "tokens_per_rank": options.tokens_per_rank,
-        "header": "; ".join([*facts_of(options, config, load.tokens, device), *_settings(options, model)]),
+        "header": "; ".join([*facts_of(options, config, load.tokens, device), *_settings(options)]),
     }
 
 
-def _settings(options: argparse.Namespace, model: LossModel) -> list[str]:
+def _settings(options: argparse.Namespace) -> list[str]:
     """Parts of the header that `facts_of` does not have."""
-    layers = len(model.layers)
-    on_host = layers if options.host_layers is None else min(layers, options.host_layers)
     return [
         f"head {options.head}, {options.optimizer}" + " on the host" * options.offload,
-        f"inputs of {on_host} layers on the host",
         f"MLPs on {options.mlp_tokens or 'all'} tokens at a time",
     ] + ([f"at most {options.gpu_gib} GiB of a GPU"] if options.gpu_gib else [])
 

@@ -1,0 +1,241 @@
+"""MLPs in tiles: the same numbers, each token once forward and once again in backward."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import distca_hf
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.models import mlp_tiles
+from distca_hf.integrations.models.forward_watch import watch_of
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+TOKENS = 50
+Change = Callable[[PreTrainedModel], object]
+
+
+def llama() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).double().train()
+
+
+def gemma() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES)).double().train()
+
+
+def checkpointed(model: PreTrainedModel) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def gradients(model: nn.Module, rows: int = 1) -> list[torch.Tensor | None]:
+    tokens = torch.randint(0, 64, (rows, TOKENS), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def tiled(model: PreTrainedModel, tile_tokens: int = 16, **settings: Any) -> PreTrainedModel:
+    distca_hf.enable(model, distca_hf.DistCAPlugin(mlp_tokens=tile_tokens, **settings))
+    return model
+
+
+def assert_equal(results: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
+    assert any(gradient is not None for gradient in expected)
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=1e-11, atol=1e-14)
+
+
+def counted(model: PreTrainedModel) -> list[int]:
+    """Tokens of each run of a layer's down projection."""
+    runs: list[int] = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: runs.append(args[0].shape[1]))
+    return runs
+
+
+@pytest.mark.parametrize("make", [llama, gemma])
+@pytest.mark.parametrize("attention", [None, "save", "offload", "recompute"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gradients_are_those_of_whole_mlps(
+    make: Callable[[], PreTrainedModel], attention: str | None, rows: int
+) -> None:
+    model = tiled(make(), checkpointed_attention=attention or "save")
+    expected = make()
+    if attention:
+        checkpointed(model)
+    runs = counted(model)
+
+    assert_equal(gradients(model, rows), gradients(expected, rows))
+    assert max(runs) == 16 // rows
+
+
+@pytest.mark.parametrize(("make", "times"), [(llama, 2), (gemma, 3)])
+def test_tiles_run_no_more_often_than_checkpointed_layers(make: Callable[[], PreTrainedModel], times: int) -> None:
+    """A norm after Gemma's MLP saves its output, which recomputation of the layer must compute again."""
+    model = tiled(make())
+    checkpointed(model)
+    runs = counted(model)
+    gradients(model)
+
+    assert sum(runs) == times * TOKENS * len(model.model.layers)
+
+
+def test_more_tokens_than_there_are_run_whole() -> None:
+    model = tiled(llama(), tile_tokens=TOKENS)
+    runs = counted(model)
+    gradients(model)
+
+    assert set(runs) == {TOKENS}
+
+
+def test_without_gradients_tiles_are_small_as_well() -> None:
+    model, tokens = tiled(llama()).eval(), torch.arange(TOKENS)[None]
+    runs = counted(model)
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+
+    torch.testing.assert_close(logits, llama().eval()(input_ids=tokens).logits)
+    assert max(runs) == 16
+
+
+def frozen_weights(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up_proj" in name or "q_proj" in name)
+
+
+def frozen_inputs(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0.mlp" in name)
+
+
+@pytest.mark.parametrize("change", [frozen_weights, frozen_inputs])
+def test_frozen_parts(change: Change) -> None:
+    model, expected = tiled(llama()), llama()
+    for one in (model, expected):
+        change(one)
+
+    assert_equal(gradients(model), gradients(expected))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_adapters(dropout: float) -> None:
+    """With dropout tiles draw other numbers than the whole; backward draws those of forward again."""
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(2)
+        lora = LoraConfig(target_modules=["up_proj", "down_proj"], lora_dropout=dropout, init_lora_weights=False)
+        return get_peft_model(llama(), lora)
+
+    model = adapted()
+    distca_hf.enable(model, distca_hf.DistCAPlugin(mlp_tokens=16))
+    checkpointed(model)
+    expected = adapted()
+    if dropout:  # the same tiles, with nothing computed again
+        for layer in expected.base_model.model.model.layers:
+            forward = layer.mlp.forward
+            layer.mlp.forward = lambda x, forward=forward: torch.cat([forward(tile) for tile in x.split(16, 1)], 1)
+
+    assert_equal(gradients(model), gradients(expected))
+
+
+def test_autocast_reaches_backward() -> None:
+    dtypes: set[torch.dtype] = set()
+    model = tiled(llama().float())
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    tokens = torch.arange(TOKENS)[None]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+
+    assert dtypes == {torch.bfloat16}
+
+
+def test_half_precision_gradients_are_summed_in_single_precision() -> None:
+    """As one matrix product does: with sums in bfloat16 the error would grow with the number of tiles."""
+    errors = []
+    exact = gradients(llama().bfloat16().double())
+    for tile_tokens in (0, 1):
+        model = llama().bfloat16()
+        results = gradients(tiled(model, tile_tokens) if tile_tokens else model)
+        names = [name for name, _ in model.named_parameters()]
+        place = names.index("model.layers.2.mlp.down_proj.weight")
+        errors.append((results[place].double() - exact[place]).norm() / exact[place].norm())
+
+    assert errors[1] <= 1.2 * errors[0]
+
+
+def test_functions_that_others_replace_run_in_tiles() -> None:
+    """Liger replaces the function of a layer's MLP when a Trainer begins, after the model was enabled."""
+    model, runs = tiled(llama()), []
+    gradients(model)
+    mlp = model.model.layers[1].mlp
+    forward = partial(type(mlp).forward, mlp)
+    mlp.forward = lambda x: (runs.append(x.shape[1]), forward(x))[1]
+    gradients(model)
+
+    assert max(runs) == 16
+
+
+def test_a_model_that_is_enabled_again_has_its_own_functions_back() -> None:
+    model = tiled(llama())
+    gradients(model)
+    assert "forward" in vars(model.model.layers[0].mlp)
+    watch_of(model).leave({model})
+
+    assert "forward" not in vars(model.model.layers[0].mlp)
+
+
+def test_experts_are_refused() -> None:
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+
+    with pytest.raises(ConfigError, match="mlp_tokens=16: no layer of Qwen3MoeForCausalLM has an MLP that"):
+        tiled(model)
+
+
+def test_a_graph_of_tiles_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+    model, expected = tiled(llama()), llama()
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="aot_eager")
+        layer.post_attention_layernorm.compile(backend="aot_eager")
+
+    assert_equal(gradients(model), gradients(expected))
+
+
+def test_zero3_checkpoints_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are empty outside the modules that use them: gradients cannot be returned for them."""
+    model, expected, runs = tiled(llama()), llama(), []
+    for weight in model.model.layers[0].mlp.parameters():
+        weight.ds_id = 1  # as DeepSpeed marks weights that it divides
+    run = mlp_tiles.checkpoint
+    monkeypatch.setattr(mlp_tiles, "checkpoint", lambda *args, **kwargs: (runs.append(1), run(*args, **kwargs))[1])
+
+    assert_equal(gradients(model), gradients(expected))
+    assert len(runs) == 4  # tiles of the first layer
