@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 from test_training import RUNS as PLACED_RUNS
 
-from support.checkpointing import LAYER_CALLS, checkpointed_attention
+from support.checkpointing import LAYER_CALLS, settings_of
 from support.data import random_dataset
 from support.ranks import run_ranks
 from support.training import (
@@ -62,7 +62,7 @@ def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
     model.config.use_cache = False
     plugin = distca_hf.DistCAPlugin(
         kv_residency=run.kv_residency,
-        checkpointed_attention=checkpointed_attention(run.checkpointing),
+        **settings_of(run.checkpointing),
         metrics="all",
     )
     callbacks = [distca_hf.DistCACallback(plugin)] if run.seam == "callback" else []

@@ -23,7 +23,7 @@ from test_packs_training import Run as PacksRun
 from test_packs_training import train as train_on_packs
 from transformers import AutoModelForCausalLM
 
-from support.checkpointing import LAYER_CALLS, checkpointed_attention, checkpointing_arguments
+from support.checkpointing import LAYER_CALLS, checkpointing_arguments, settings_of
 from support.ranks import run_ranks
 from support.shard_on_cpu import let_accelerate_shard_on_cpu
 from support.training import (
@@ -146,7 +146,7 @@ def make_plugin(run: Run, ranks: int = DATA) -> Any:
         tokens_per_rank=CAPACITY_TOKENS // ranks if run.batches == "placed" else 0,
         metrics="all",
         evaluate=run.evaluate or "local",
-        checkpointed_attention=checkpointed_attention(run.checkpointing),
+        **settings_of(run.checkpointing),
         debug=distca_hf.Debug(check_exchanges=run.accumulation > 1, check_weights_every_steps=2),
     )
 

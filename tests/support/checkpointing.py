@@ -19,6 +19,7 @@ LAYER_CALLS = {
     "fsdp": (2, 1),
     "selective": (2, 1),
     "trl": (2, 1),
+    "offloaded, tiles": (2, 1),
 }
 
 
@@ -30,6 +31,7 @@ def checkpointing_arguments(form: str) -> dict[str, Any]:
         "reentrant": {"use_reentrant": True},
         "selective": {"use_reentrant": False, "context_fn": contexts},
         "trl": {"selective": True},
+        "offloaded, tiles": {"use_reentrant": False},
     }.get(form)
     return {"gradient_checkpointing": settings is not None, "gradient_checkpointing_kwargs": settings}
 
@@ -39,9 +41,11 @@ def _keep_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if "flash_attn" in str(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed_attention(form: str) -> str:
-    """The plugin's setting: "save", but what selective checkpointing keeps must be its own doing."""
-    return "recompute" if form in ("selective", "trl") else "save"
+def settings_of(form: str) -> dict[str, Any]:
+    """The plugin's settings: attention is saved, but what selective checkpointing keeps must be its own doing."""
+    if form == "offloaded, tiles":
+        return {"checkpointed_attention": "offload", "mlp_tokens": 16}
+    return {"checkpointed_attention": "recompute" if form in ("selective", "trl") else "save"}
 
 
 def count_layer_calls(model: nn.Module) -> Callable[[], tuple[float, float]]:

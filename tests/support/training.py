@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.integrations.models.forward_watch import watch_of
-from support.checkpointing import checkpointed_attention, checkpointing_arguments, count_layer_calls
+from support.checkpointing import checkpointing_arguments, count_layer_calls, settings_of
 from support.data import random_dataset
 from support.models import VOCABULARY, plain_attention, tiny_model
 from support.shard_on_cpu import let_accelerate_shard_on_cpu
@@ -274,7 +274,7 @@ def _plugin(run: Run) -> Any:
     return distca_hf.DistCAPlugin(
         tokens_per_rank=CAPACITY_TOKENS // run.world_size,
         kv_residency=run.kv_residency,
-        checkpointed_attention=checkpointed_attention(run.checkpointing),
+        **settings_of(run.checkpointing),
         metrics="all",
     )
 

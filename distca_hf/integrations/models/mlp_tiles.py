@@ -7,16 +7,17 @@
 Only the input is kept. It is saved before the MLP runs. Recomputation of a checkpointed layer ends with the last
 tensor that the layer saved, so it does not run the MLP again if nothing after it is saved. Then tiles cost no time.
 
-Gradients of weights are summed over tiles in fp32. Tiles are checkpointed one by one instead where a function of
-autograd cannot take the weights' gradients (ZeRO-3 divides weights), or repeat random numbers (dropout), or be traced.
+Gradients of weights are summed over tiles in fp32. If weights are divided by ZeRO-3, which no function of autograd can
+return gradients for, or if a compiler traces the MLP, tiles are checkpointed one by one. Then they run once more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -90,21 +91,21 @@ def _forward(mlp: nn.Module, forward: Forward, tile_tokens: int, x_BTD: torch.Te
     tiles = x_BTD.split(tile_tokens, dim=1)
     if not torch.is_grad_enabled():
         return torch.cat([forward(tile) for tile in tiles], dim=1)
-    if torch.compiler.is_compiling() or not x_BTD.requires_grad or _needs_graph(mlp):
+    is_divided = any(hasattr(weight, "ds_id") for weight in mlp.parameters())
+    if torch.compiler.is_compiling() or is_divided or not x_BTD.requires_grad:
         return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
     kept: torch.Tensor = _Kept.apply(x_BTD)
-    output: torch.Tensor = _Tiles.apply(kept, kept.grad_fn, forward, tile_tokens, mlp, *_weights(mlp))
+    output: torch.Tensor = _Tiles.apply(kept, kept.grad_fn, forward, tile_tokens, *_weights(mlp))
     return output
-
-
-def _needs_graph(mlp: nn.Module) -> bool:
-    """Returns whether tiles need a graph: weights are divided by ZeRO-3, or there is dropout."""
-    has_dropout = any(isinstance(part, nn.Dropout) and part.p and part.training for part in mlp.modules())
-    return has_dropout or any(hasattr(weight, "ds_id") for weight in mlp.parameters())
 
 
 def _weights(mlp: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in mlp.parameters() if weight.requires_grad]
+
+
+def _number(number: int, x_BTD: torch.Tensor) -> int:
+    """Keeps the number of a tile in place of the tile."""
+    return number
 
 
 class _Kept(torch.autograd.Function):
@@ -120,37 +121,53 @@ class _Kept(torch.autograd.Function):
         return dx_BTD
 
 
+class _Begin(torch.autograd.Function):
+    """Begins the graph of a tile, without keeping the tile as a leaf would."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
+        return x_BTD.data  # torch multiplies views in another way, and what is recomputed is not a view
+
+    @staticmethod
+    def backward(ctx: Any, dx_BTD: torch.Tensor) -> tuple[None, None]:
+        return None, None  # not reached: gradients are asked for at the beginning of the tile
+
+
 class _Tiles(torch.autograd.Function):
-    """Runs an MLP in tiles, forward and backward."""
+    """Runs an MLP in tiles, forward and backward.
+
+    Each tile has a checkpointed graph, which ends recomputation before the last matrix product, and repeats random
+    numbers and autocast. What it saves, its input, is taken from the whole input when it is needed.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_BTD: torch.Tensor, kept: Any, forward: Forward, tile_tokens: int, mlp: nn.Module, *weights: Any
+        ctx: Any, x_BTD: torch.Tensor, kept: Any, forward: Forward, tile_tokens: int, *weights: Any
     ) -> torch.Tensor:
-        ctx.kept, ctx.forward, ctx.tile_tokens, ctx.mlp = kept, forward, tile_tokens, mlp
-        device = x_BTD.device.type
-        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        return torch.cat([forward(tile) for tile in x_BTD.split(tile_tokens, dim=1)], dim=1)
+        ctx.kept, ctx.tile_tokens, ctx.weights = kept, tile_tokens, weights
+        ctx.tiles, ctx.graphs = [], []
+        outputs = []
+        for number, x in enumerate(x_BTD.split(tile_tokens, dim=1)):
+            with torch.enable_grad(), saved_tensors_hooks(partial(_number, number), ctx.tiles.__getitem__):
+                begin = _Begin.apply(torch.empty(0, requires_grad=True), x)
+                y = checkpoint(forward, begin, use_reentrant=False)
+            ctx.graphs.append((get_gradient_edge(y), get_gradient_edge(begin)))
+            outputs.append(y.detach())
+        return torch.cat(outputs, dim=1)
 
     @staticmethod
     def backward(ctx: Any, dy_BTD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x_BTD,) = ctx.kept.saved_tensors
-        weights = _weights(ctx.mlp)
+        weights, dx_BTD = ctx.weights, torch.empty_like(x_BTD)
         sums = [torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) for weight in weights]
-        dx_BTD = torch.empty_like(x_BTD)
-        device, dtype, enabled = ctx.autocast
-        for x, dy, dx in zip(*(each.split(ctx.tile_tokens, dim=1) for each in (x_BTD, dy_BTD, dx_BTD)), strict=True):
-            x = x.detach().requires_grad_()
-            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
-                y = ctx.forward(x)
-            of_x, *of_weights = torch.autograd.grad(y, (x, *weights), dy, allow_unused=True)
+        ctx.tiles.extend(x_BTD.split(ctx.tile_tokens, dim=1))
+        of_tiles = zip(ctx.graphs, *(each.split(ctx.tile_tokens, dim=1) for each in (dy_BTD, dx_BTD)), strict=True)
+        for (end, begin), dy, dx in of_tiles:
+            of_x, *of_weights = torch.autograd.grad(end, (begin, *weights), dy, allow_unused=True)
             dx.copy_(of_x)
-            _add(sums, of_weights)
+            for total, gradient in zip(sums, of_weights, strict=True):
+                if gradient is not None:
+                    total += gradient
+        ctx.tiles.clear()
         gradients = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
-        return dx_BTD, None, None, None, None, *gradients
-
-
-def _add(sums: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    for total, gradient in zip(sums, gradients, strict=True):
-        if gradient is not None:
-            total += gradient
+        return dx_BTD, None, None, None, *gradients

@@ -1,5 +1,6 @@
 """MLPs in tiles: the same numbers, each token once forward and once again in backward."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -103,6 +104,35 @@ def test_tiles_run_no_more_often_than_checkpointed_layers(make: Callable[[], Pre
     gradients(model)
 
     assert sum(runs) == times * TOKENS * len(model.model.layers)
+
+
+def test_the_last_product_is_not_computed_again() -> None:
+    """Nothing that backward needs is computed after it, as in a checkpointed layer whose MLP is whole."""
+    outputs = []
+    for tile_tokens in (16, 0):
+        model = tiled(llama(), tile_tokens) if tile_tokens else llama()
+        checkpointed(model)
+        computed: list[int] = []
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_hook(lambda *of_call, computed=computed: computed.append(1))
+        gradients(model)
+        outputs.append(len(computed) / (-(-TOKENS // 16) if tile_tokens else 1))
+
+    assert outputs == [3, 3]  # layers
+
+
+def test_nothing_within_a_tile_is_kept_until_backward() -> None:
+    model = tiled(llama())
+    inside: list[weakref.ref[torch.Tensor]] = []
+    for layer in model.model.layers:
+        for part in (layer.mlp.up_proj, layer.mlp.down_proj):
+            part.register_forward_pre_hook(lambda module, args: inside.append(weakref.ref(args[0])))
+            part.register_forward_hook(lambda module, args, output: inside.append(weakref.ref(output)))
+    tokens = torch.arange(TOKENS)[None]
+    loss = model(input_ids=tokens, labels=tokens).loss
+
+    assert not [x for x in inside if x() is not None]
+    loss.backward()
 
 
 def test_more_tokens_than_there_are_run_whole() -> None:
@@ -231,11 +261,11 @@ def test_a_graph_of_tiles_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_zero3_checkpoints_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are empty outside the modules that use them: gradients cannot be returned for them."""
-    model, expected, runs = tiled(llama()), llama(), []
+    model, expected, kept = tiled(llama()), llama(), []
     for weight in model.model.layers[0].mlp.parameters():
         weight.ds_id = 1  # as DeepSpeed marks weights that it divides
-    run = mlp_tiles.checkpoint
-    monkeypatch.setattr(mlp_tiles, "checkpoint", lambda *args, **kwargs: (runs.append(1), run(*args, **kwargs))[1])
+    apply = mlp_tiles._Kept.apply
+    monkeypatch.setattr(mlp_tiles._Kept, "apply", lambda x: (kept.append(1), apply(x))[1])
 
     assert_equal(gradients(model), gradients(expected))
-    assert len(runs) == 4  # tiles of the first layer
+    assert len(kept) == 2  # layers
