@@ -98,7 +98,7 @@ OTHERS = {
 }
 CHOICES = {
     "overlong": ("error", "split", "truncate"),
-    "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"),
+    "kernel": ("auto", "flash4", "flash3", "flash2", "torch_varlen", "ffpa", "cpu", "reference"),
     "kv_residency": ("auto", "keep", "refetch"),
     "checkpointed_attention": ("save", "offload", "recompute"),
     "metrics": ("basic", "all"),
