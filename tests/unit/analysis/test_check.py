@@ -239,6 +239,22 @@ def test_numbers_of_a_class_that_is_wrong_differ() -> None:
     assert min(wrong.logits or 0.0, wrong.gradients) > 1e-2
 
 
+@classes_of_today
+def test_layers_with_other_numbers_of_kv_heads_train() -> None:
+    """As in Gemma 4 31B, whose full layers also take keys for values."""
+    values = tiny_of("gemma4_text", attention_k_eq_v=True).to_dict()
+    del values["per_layer_config"]
+    config = CONFIG_MAPPING["gemma4_text"](**values, global_head_dim=32, num_global_key_value_heads=1)
+    found = compare(TinyModel(config, AutoModelForCausalLM.from_config))
+
+    assert [(kind.heads.dim, kind.heads.key_value) for kind in layer_kinds(_outline(config)) if kind.heads] == [
+        (16, 2),
+        (32, 1),
+    ]
+    assert found.agree
+    assert found.gradients < 5e-5
+
+
 def test_a_model_that_draws_random_numbers_is_compared_in_evaluation_mode() -> None:
     found = compare(TinyModel(tiny_config(CONFIG_MAPPING["phimoe"]), AutoModelForCausalLM.from_config))
 
