@@ -16,16 +16,17 @@ In the table, each figure of the slowest or largest rank:
     step            median of the rounds, from a barrier until the device is done
     ÷ ideal         the same work, spread evenly, without any transfer
     ÷ floor         linear work as executed (recomputed under checkpointing) at the rate of a large matrix product,
-                    attention once forward and once backward at the rate of the kernel on one document
+                    attention once forward and once backward at the rate of each layer's kernel on one document
     MFU             flops of the model, attention's included, nothing twice, of the device's bf16 peak
     exchanged       bytes that attention sends or receives, whichever is more, per step; FSDP's are not counted
     exposed         the step minus the same step on silent wires, where local copies of random numbers arrive
                     instead; includes the slowdown of kernels beside exchanges, and no difference in work
-    kernels         seconds of all calls of the attention kernel, of the slowest rank as a multiple of the mean of all
+    kernels         seconds of all calls of attention kernels, of the slowest rank as a multiple of the mean of all
                     ranks: forward (recomputed calls, too) / backward; in as many more steps, whose calls are timed
     peak            memory that torch had given out at once; of `ideal` with its made-up keys
-    error           the largest one of output and gradients on short documents, over the allowed one; if it is
-                    above 1, or losses of the same tokens differ, the script exits with 1 at its end
+    error           the largest one of output and gradients on short documents, of all kinds of layers, over the
+                    allowed one; if it is above 1, or losses of the same tokens differ, the script exits with 1 at
+                    its end
 
 With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal`, and nobody
 else: the same tokens and attended pairs as on many GPUs, on one (`all_gpus.sh OUT weak`).
