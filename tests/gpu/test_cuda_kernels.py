@@ -50,7 +50,7 @@ WITHOUT_MASK = {
     "few keys": [(2048, 64), (3, 1), (777, 129)],
 }
 CALLS = [(causal, name) for causal, tasks in ((True, TASKS), (False, WITHOUT_MASK)) for name in tasks]
-HEADS = [(8, 8, 128), (8, 2, 128), (8, 1, 128), (8, 2, 64), (8, 8, 512), (8, 1, 512), (8, 2, 320)]
+HEADS = [(8, 8, 128), (8, 2, 128), (8, 1, 128), (8, 2, 64), (8, 8, 512), (8, 1, 512), (8, 2, 320), (8, 2, 448)]
 
 
 def _takes(name: KernelName, dim: int) -> bool:
