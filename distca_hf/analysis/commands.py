@@ -25,7 +25,7 @@ from distca_hf.version import __version__
 # Packages on which bugs have depended: packages that training imports, and packages with kernels.
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "trl", "peft", "deepspeed"),
-    *("liger-kernel", "flash-attn-4", "flash-attn"),
+    *("liger-kernel", "flash-attn-4", "flash-attn", "ffpa-attn"),
 )
 # Processes on a machine without GPUs.
 CPU_PROCESSES = 2

@@ -1,10 +1,15 @@
-"""Attention of ffpa-attn for head dimensions above 256, up to which FlashAttention goes, as `kernels.interface.Kernel`.
+"""Attention of ffpa-attn for head dimensions above 256, the most that FlashAttention has.
 
-Forward and backward run inside one operator of ours, with autograd off, so the functions below the package's own
-operators are called: those that `ffpa_attn.cute._forward_impl_for_device` and `_backward_impl_for_device` choose for a
-GPU. All take packed documents, write to given tensors, align causal masks bottom-right and return log-sum-exps as
-`[N, T]` in fp32. Queries, keys and values have gradients in kernels of their own, which add in a fixed order: they are
-bit-equal from run to run.
+Forward and backward run inside one operator of ours, with autograd off, so they call the functions below the package's
+own operators: those that `ffpa_attn.cute._forward_impl_for_device` and `_backward_impl_for_device` choose for a GPU.
+
+On Hopper GPUs, up to a head dimension of 512, these functions align causal masks bottom-right, write to given tensors,
+and return log-sum-exps as `[N, T]` in fp32. Backward computes weights from the log-sum-exps that it is given, so those
+of a longer row make its gradients part of the whole. One kernel writes the gradients of queries, another one those of
+keys and values. Neither adds atomically: gradients are always bit-equal from run to run.
+
+Elsewhere backward is another function, which leaves the gradients of a causal task zero if the task has more keys than
+queries.
 
 Shape legend in `kernels.interface`.
 """
@@ -17,7 +22,7 @@ from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, O
 
 
 class FfpaKernel:
-    """ffpa-attn, compiled when first used.
+    """Attention of ffpa-attn, compiled when first used.
 
     Args:
         interface: the package's module `ffpa_attn.cute`.

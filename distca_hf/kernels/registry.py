@@ -179,7 +179,7 @@ FLASH2_OF_TORCH = Capabilities(
 FLASH2 = replace(FLASH2_OF_TORCH, options=WINDOWS | {"softcap"})
 # In order of preference: the fastest that can compute is taken. Dimensions, GPU generations and options are from
 # the packages.
-KERNELS: dict[str, Entry] = {
+KERNELS: dict[KernelName, Entry] = {
     "flash4": Entry(
         "flash_attn.cute.interface",
         Capabilities(
@@ -213,10 +213,12 @@ KERNELS: dict[str, Entry] = {
             "cuda",
             HALF,
             min_head_dim=320,
-            max_head_dim=1024,
+            max_head_dim=512,
             head_dim_multiple=64,
             equal_dims=True,
-            compute_capability=(8, 9, 10, 12),
+            # Other GPUs, and wider heads, get the package's functions for Ampere. Their backward leaves gradients of
+            # causal tasks with more keys than queries zero, and compiles for each length of a document.
+            compute_capability=(9,),
         ),
         FfpaKernel,
         install="pip install ffpa-attn",
@@ -297,7 +299,7 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
     raise UnsupportedAttentionError(f"no attention kernel for {operands}: " + "; ".join(reasons))
 
 
-def why_not(name: str, operands: Operands, spec: AttentionSpec) -> str | None:
+def why_not(name: KernelName, operands: Operands, spec: AttentionSpec) -> str | None:
     """Returns why "auto" does not take a kernel for a layer; None if it takes it once it is installed and runs.
 
     Args:

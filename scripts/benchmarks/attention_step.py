@@ -16,16 +16,17 @@ In the table, each figure of the slowest or largest rank:
     step            median of the rounds, from a barrier until the device is done
     ÷ ideal         the same work, spread evenly, without any transfer
     ÷ floor         linear work as executed (recomputed under checkpointing) at the rate of a large matrix product,
-                    attention once forward and once backward at the rate of the kernel on one document
+                    attention once forward and once backward at the rate of each layer's kernel on one document
     MFU             flops of the model, attention's included, nothing twice, of the device's bf16 peak
     exchanged       bytes that attention sends or receives, whichever is more, per step; FSDP's are not counted
     exposed         the step minus the same step on silent wires, where local copies of random numbers arrive
                     instead; includes the slowdown of kernels beside exchanges, and no difference in work
-    kernels         seconds of all calls of the attention kernel, of the slowest rank as a multiple of the mean of all
+    kernels         seconds of all calls of attention kernels, of the slowest rank as a multiple of the mean of all
                     ranks: forward (recomputed calls, too) / backward; in as many more steps, whose calls are timed
     peak            memory that torch had given out at once; of `ideal` with its made-up keys
-    error           the largest one of output and gradients on short documents, over the allowed one; if it is
-                    above 1, or losses of the same tokens differ, the script exits with 1 at its end
+    error           the largest one of output and gradients on short documents, of all kinds of layers, over the
+                    allowed one; if it is above 1, or losses of the same tokens differ, the script exits with 1 at
+                    its end
 
 With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal`, and nobody
 else: the same tokens and attended pairs as on many GPUs, on one (`all_gpus.sh OUT weak`).
@@ -42,7 +43,7 @@ in this proportion, as batches of unpacked rows do.
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -64,7 +65,7 @@ from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import MODES, OF_PACKAGE, Place, build_mode, why_missing
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
 from lib.parser import count, counts, folder_to_write, magi_settings, micro_steps, profile_name, whole, write_figures
-from lib.rates import KernelSeconds, Rates, kernel_for, measure_rates, time_kernels
+from lib.rates import KernelSeconds, Rates, kernels_for, measure_rates, time_kernels
 from lib.report import Load, figures_of, load_of, table
 from lib.rounds import Runner
 from lib.traces import trace_step
@@ -170,7 +171,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     shape = probe(model)
     if options.even_experts:
         EvenExperts(model.causal_lm)
-    kernel = kernel_for(shape, options.kernel, device, options.dtype)
+    kernels = kernels_for(shape, options.kernel, device, options.dtype)
     plugin = distca_hf.DistCAPlugin()
     follow_mesh(model, plugin)
     wires = Wires(plugin.transport(device), device)
@@ -180,10 +181,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     most_tokens = max(sum(lengths) for lengths in options.sets.values())
     distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
     prepare(model, options, device)
-    rates = measure_rates(shape, kernel, longest, device, options.dtype)
+    rates = measure_rates(shape, kernels, longest, device, options.dtype)
     for of_set in of_each_set(options):
         of_place = replace(place, share_of=sharing(of_set.lengths, options))
-        measure_documents(of_set, config, of_place, Runner(model, wires, device), kernel, rates)
+        measure_documents(of_set, config, of_place, Runner(model, wires, device), kernels, rates)
 
 
 def sharing(lengths: Sequence[int], options: argparse.Namespace) -> int:
@@ -201,7 +202,7 @@ def sharing(lengths: Sequence[int], options: argparse.Namespace) -> int:
 
 
 def measure_documents(
-    options: argparse.Namespace, config: Any, place: Place, runner: Runner, kernel: Kernel, rates: Rates
+    options: argparse.Namespace, config: Any, place: Place, runner: Runner, kernels: Sequence[Kernel], rates: Rates
 ) -> None:
     """Checks, times, and reports on rank 0."""
     lengths, device, num_ranks = options.lengths, place.device, place.share_of
@@ -209,19 +210,19 @@ def measure_documents(
     tokens = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
     modes = [build_mode(name, place, tokens) for name in options.modes]
     measured = runner.run(modes, options.warmup, options.rounds, options.exposed)
-    kernels: dict[str, KernelSeconds] = {}
+    seconds_of_kernels: dict[str, KernelSeconds] = {}
     for mode in modes if options.kernels else ():
         with runner.ready(mode) as step:
-            timed = time_kernels(step, kernel, device, options.rounds)
+            timed = time_kernels(step, kernels, device, options.rounds)
         if any(timed.forward):  # or a package has its own kernel
-            kernels[mode.name] = timed
+            seconds_of_kernels[mode.name] = timed
     if options.profile:
         for mode in modes:
             with runner.ready(mode) as step:
-                trace_step(step, kernel, device, options.profile / f"{mode.name}-rank{place.wires.rank}.json.gz")
+                trace_step(step, kernels, device, options.profile / f"{mode.name}-rank{place.wires.rank}.json.gz")
     if dist.get_rank() == 0:
         load = load_of(options, place.shape, num_ranks, device)
-        figures = figures_of(measured, kernels, rates, load)
+        figures = figures_of(measured, seconds_of_kernels, rates, load)
         parts = [f"the part of one rank of {num_ranks}"] if options.share_tokens else []
         header = "; ".join([*facts_of(options, config, load.tokens, device), *parts, rates_line(rates, load)])
         print(f"{header}\n\n{table(figures, errors)}", flush=True)
@@ -231,7 +232,7 @@ def measure_documents(
             words = f"chunks of {planners[name].chunk_tokens:,} tokens, planned in {1e3 * seconds:.1f} ms of the host"
             print(f"\n{name}: {words}, apart from the step", flush=True)
         of_simulation = simulated_ratios(options, config, figures, num_ranks)
-        facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
+        facts = {"header": header, "rates": asdict(rates), "load": vars(load), "errors": errors, "modes": figures}
         write_figures(options, **facts, planning_seconds=planning, simulated=of_simulation)
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
@@ -256,10 +257,8 @@ def simulated_ratios(
 def rates_line(rates: Rates, load: Load) -> str:
     """Returns the rates of the device, and the least time of a step."""
     floor_seconds = rates.floor_seconds(load.executed_linear_flops, load.pairs)
-    return (
-        f"{rates.kernel} {rates.forward_pairs / 1e9:.4g} / {rates.backward_pairs / 1e9:.4g} billion pairs/s forward / "
-        f"backward, matrices {rates.matrix_flops / 1e12:.4g} TF/s, floor {1e3 * floor_seconds:.1f} ms"
-    )
+    kernels = ", ".join(dict.fromkeys(kernel.in_words() for kernel in rates.kernels))
+    return f"{kernels}, matrices {rates.matrix_flops / 1e12:.4g} TF/s, floor {1e3 * floor_seconds:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from distca_hf.config import KernelName
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
 from distca_hf.kernels.varlen import HOPPER, Flash4Kernel
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.gpu
 GENERATION = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
 
 
-def _unless_absent(name: str) -> Any:
+def _unless_absent(name: KernelName) -> Any:
     """A kernel's name, marked to be left out where its package is not installed or the GPU is of another generation
     than its own. Whatever else keeps it from running fails its tests."""
     entry = KERNELS[name]
@@ -49,10 +50,10 @@ WITHOUT_MASK = {
     "few keys": [(2048, 64), (3, 1), (777, 129)],
 }
 CALLS = [(causal, name) for causal, tasks in ((True, TASKS), (False, WITHOUT_MASK)) for name in tasks]
-HEADS = [(8, 8, 128), (8, 2, 128), (8, 1, 128), (8, 2, 64), (8, 8, 512), (8, 1, 512), (8, 2, 320)]
+HEADS = [(8, 8, 128), (8, 2, 128), (8, 1, 128), (8, 2, 64), (8, 8, 512), (8, 1, 512), (8, 2, 320), (8, 2, 448)]
 
 
-def _takes(name: str, dim: int) -> bool:
+def _takes(name: KernelName, dim: int) -> bool:
     able = KERNELS[name].capabilities
     return able.min_head_dim <= dim <= (able.max_head_dim or dim)
 
@@ -74,7 +75,7 @@ def _tensors(tasks: list[tuple[int, int]], heads: int, groups: int, dim: int) ->
     return [torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
-def _dim(name: str) -> int:
+def _dim(name: KernelName) -> int:
     """A head dimension that the kernel takes."""
     return 128 if _takes(name, 128) else 512
 
@@ -123,7 +124,7 @@ def _reference(
 @pytest.mark.parametrize(("causal", "tasks"), CALLS)
 @pytest.mark.parametrize(("name", "heads"), HEADS_OF_KERNELS)
 def test_error_is_at_most_twice_that_of_bf16_pytorch(
-    name: str,
+    name: KernelName,
     causal: bool,
     tasks: str,
     heads: tuple[int, int, int],
@@ -147,7 +148,7 @@ def test_error_is_at_most_twice_that_of_bf16_pytorch(
 
 
 @each_kernel
-def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
+def test_causal_mask_is_aligned_bottom_right(name: KernelName) -> None:
     tasks = TASKS["shards"]
     q, k, v, dout = _tensors(tasks, 8, 2, _dim(name))
     spans = _spans(tasks)
@@ -194,7 +195,7 @@ def test_long_prefixes_have_the_results_of_the_packages_own_calls(
 
 
 @each_kernel
-def test_deterministic_backward_is_bit_equal(name: str) -> None:
+def test_deterministic_backward_is_bit_equal(name: KernelName) -> None:
     tasks = [(2048, 2048), (1024, 4096)]
     q, k, v, dout = _tensors(tasks, 8, 2, _dim(name))
     kernel, spans = choose_kernel(name, Operands.of(q, k, v), SPEC), _spans(tasks)
@@ -231,7 +232,7 @@ def _side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize(("causal", "tasks"), [(True, "mixed"), (False, "prefixes")], ids=["causal", "no mask"])
 @each_kernel
 def test_views_are_read_and_written_in_place(
-    name: str, causal: bool, tasks: str, keys: str, around: tuple[int, int]
+    name: KernelName, causal: bool, tasks: str, keys: str, around: tuple[int, int]
 ) -> None:
     """As the runtime has them: queries are some tokens and heads of a layer's; so are own keys, while those of the
     store lie beside their values; log-sum-exps are `[T, N]`, and the kernel gets them transposed."""

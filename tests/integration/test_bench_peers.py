@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distca_hf.cost import Mask
 from distca_hf.testing import attend_documents
 from support.commands import REPOSITORY
 from support.scripts import run_script
@@ -201,6 +202,13 @@ class DealtOut:
         return torch.cat([chunk for chunk, rank in zip(chunks, self.dealt, strict=True) if rank == self.rank])
 
 
+def test_packages_are_measured_with_equal_layers_alone(peers: ModuleType) -> None:
+    model = importlib.import_module("lib.model")
+    narrow, wide = (model.AttentionKind(Mask(), 4, 2, dim, dim, 0.25) for dim in (16, 32))
+    with pytest.raises(SystemExit, match="layers attend in 2 ways: leave modes of other packages out"):
+        model.Shape(0.0, {narrow: [None], wide: [None]}).only_kind  # noqa: B018
+
+
 @given(st.data())
 def test_documents_reach_magi_attention_and_return(peers: ModuleType, data: st.DataObject) -> None:
     ranks, chunk = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
@@ -210,7 +218,8 @@ def test_documents_reach_magi_attention_and_return(peers: ModuleType, data: st.D
     offsets = [0, *sorted(ends), chunks * chunk]
     lengths = [stop - start for start, stop in pairwise(offsets)]
     tokens = [np.arange(start, stop) for start, stop in pairwise(offsets)]
-    shape = SimpleNamespace(heads=4, kv_heads=2, head_dim=16)
+    model = importlib.import_module("lib.model")
+    shape = model.Shape(0.0, {model.AttentionKind(Mask(), 4, 2, 16, 16, 0.25): [None]})
     found = []
     for rank in range(ranks):
         api = DealtOut(rank, chunk, dealt)

@@ -16,9 +16,10 @@ from transformers import LlamaConfig
 
 from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.cost import causal_pairs
+from distca_hf.cost import Mask, causal_pairs
 from support.commands import REPOSITORY
 from support.scripts import run_script, small_llama
+from support.versions import classes_of_today
 
 
 MODES = ("local", "sorted", "ideal", "ulysses", "context", "placed", "given")
@@ -157,6 +158,46 @@ def test_mixers_run_on_whole_documents_in_every_mode(tmp_path: Path) -> None:
         assert all(min(seconds) > 0 for seconds in work), name
 
 
+@classes_of_today
+def test_layers_with_heads_of_their_own_count_as_such(tmp_path: Path) -> None:
+    """As Gemma 4 31B: windows with narrow heads; full layers with wide ones, fewer keys, which are values, too."""
+    config, out = tmp_path / "config.json", tmp_path / "out.json"
+    window, wide, sizes = 64, 2 * DIM, {"intermediate_size": 128, "num_key_value_heads": KV_HEADS, "head_dim": DIM}
+    own = {"global_head_dim": wide, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    kinds = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3}
+    others = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "sliding_window": window}
+    config.write_text(json.dumps(CONFIG | sizes | own | kinds | others))
+    options = ["--device", "cpu", "--config", str(config), "--documents", f"{TOKENS},8x64", "--no-exposed"]
+    command = ["scripts/benchmarks/attention_step.py", *options, "--modes", "local,ideal,placed,given"]
+    printed = run_script(RANKS, tmp_path, [*command, "--rounds", "1", "--warmup", "0", "--out", out])
+    facts = json.loads(out.read_text())
+
+    assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
+    modes, load, rates = facts["modes"], facts["load"], facts["rates"]
+    for name in ("placed", "given"):
+        assert modes[name]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
+        assert modes[name]["exchanged_bytes"] > 0
+    of_window, full = (sum(mask.pairs(0, tokens) for tokens in (TOKENS, *[64] * 8)) for mask in (Mask(window), Mask()))
+    assert load["pairs"] == [2 * of_window / RANKS, full / RANKS]
+    attention = 4 * HEADS * (load["pairs"][0] * DIM + load["pairs"][1] * wide)
+    mlps, narrow = 3 * 3 * 64 * 128, 2 * 64 * (2 * HEADS + 2 * KV_HEADS) * DIM
+    weights = mlps + narrow + 64 * (2 * HEADS + 1) * wide
+    assert load["model_flops"] / 3 - attention == pytest.approx(2 * weights * load["tokens"])
+
+    kernels = [(kernel["kernel"], kernel["head_dim"]) for kernel in rates["kernels"]]
+    assert kernels == [("ReferenceKernel", DIM), ("CpuKernel", wide)]
+    assert all(f"{kernel} with heads of {dim} " in printed for kernel, dim in kernels)
+    attended = sum(
+        pairs / kernel[rate]
+        for pairs, kernel in zip(load["pairs"], rates["kernels"], strict=True)
+        for rate in ("forward_pairs", "backward_pairs")
+    )
+    floor = load["executed_linear_flops"] / rates["matrix_flops"] + attended
+    for mode in modes.values():
+        assert mode["ratio_to_floor"] == pytest.approx(mode["step_seconds"] / floor)
+        assert min(mode["kernels"]["forward"]["seconds"] + mode["kernels"]["backward"]["seconds"]) > 0
+
+
 @pytest.mark.skipif(
     Version(transformers.__version__).release < (5, 23), reason="Transformers divides experts rightly since 5.23"
 )
@@ -183,6 +224,7 @@ def test_experts_of_both_ranks_compute_in_every_mode(tmp_path: Path) -> None:
     weights = width * (2 * HEADS + 2 * KV_HEADS) * DIM + 8 * width + 2 * 3 * 32 * width
     tokens = facts["load"]["tokens"]
     pairs = LAYERS * (causal_pairs(0, TOKENS) + 8 * causal_pairs(0, 64)) / RANKS
+    assert facts["load"]["pairs"] == [pairs]
     linear = facts["load"]["model_flops"] / 3 - pairs * 4 * DIM * HEADS
     assert linear == pytest.approx(2 * weights * LAYERS * tokens)
 
@@ -333,8 +375,8 @@ def test_one_process_has_the_tokens_and_pairs_of_a_rank(tmp_path: Path) -> None:
 
     assert "the part of one rank of 2" in printed
     assert [facts["load"]["tokens"] for facts in (of_two, of_one)] == [512, 512]
-    assert of_two["load"]["pairs"] == (causal_pairs(0, 512) + 8 * causal_pairs(0, 64)) / 2
-    assert of_one["load"]["pairs"] == causal_pairs(0, 256) + 4 * causal_pairs(0, 64)
+    assert of_two["load"]["pairs"] == [(causal_pairs(0, 512) + 8 * causal_pairs(0, 64)) / 2]
+    assert of_one["load"]["pairs"] == [causal_pairs(0, 256) + 4 * causal_pairs(0, 64)]
     for facts in (of_two, of_one):
         assert all(error <= 1 for error in facts["errors"]["ideal"].values())
         assert facts["modes"]["ideal"]["exchanged_bytes"] == 0

@@ -165,9 +165,10 @@ def _settings_like(config: PreTrainedConfig) -> dict[str, Any]:
     settings = _settings(type(config))
     exceptions = EXCEPTIONS.get(config.model_type, {})
     for field in dataclasses.fields(type(config)):
-        name, value = field.name, getattr(config, field.name, None)
+        name = field.name
         if name in NAMES_OF_ITS_OWN or name in exceptions:
             continue
+        value = _value_of_all_layers(config, name)
         if isinstance(value, PreTrainedConfig):
             if isinstance(settings.get(name), dict) and settings[name]["model_type"] == value.model_type:
                 settings[name] = _settings_like(value) | {"model_type": value.model_type}
@@ -180,6 +181,15 @@ def _settings_like(config: PreTrainedConfig) -> dict[str, Any]:
     return settings
 
 
+def _value_of_all_layers(config: PreTrainedConfig, name: str) -> object:
+    """Returns a value of a configuration. Sizes that differ between layers (heads of Gemma 4) are a size of its own:
+    Transformers refuses to give one number for all."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return SIZES.get(name)
+
+
 def _lists_of_layers(config: PreTrainedConfig, exceptions: dict[str, Any]) -> dict[str, Any]:
     """Returns all lists with a value for each layer, reduced to the first layer of each kind."""
     layers = getattr(config, "num_hidden_layers", None)
@@ -190,7 +200,7 @@ def _lists_of_layers(config: PreTrainedConfig, exceptions: dict[str, Any]) -> di
     chosen = chosen if len(chosen) > 1 else [*chosen, *range(1, min(2, len(kinds)))]
     lists: dict[str, Any] = {"num_hidden_layers": len(chosen)}
     for field in dataclasses.fields(type(config)):
-        value = getattr(config, field.name, None)
+        value = _value_of_all_layers(config, field.name)
         if isinstance(value, list | tuple) and len(value) == layers and field.name not in exceptions:
             lists[field.name] = [value[layer] for layer in chosen]
     return lists

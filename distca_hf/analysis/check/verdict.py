@@ -22,6 +22,7 @@ from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
 from distca_hf.analysis.check.trial import Numerics, TinyModel, compare, step_alone
 from distca_hf.analysis.memory import DecoderSize, LayerSize
 from distca_hf.analysis.models import MLP_MATRICES
+from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.flops import Gpu
 from distca_hf.integrations.models.check import (
@@ -60,13 +61,13 @@ class KernelChoice:
 
     need: KernelNeed
     layers: tuple[str, ...]
-    able: tuple[str, ...]
-    unable: dict[str, str]
+    able: tuple[KernelName, ...]
+    unable: dict[KernelName, str]
 
     @property
     def why_not(self) -> str:
         """Why other kernels cannot, as text; equal reasons once."""
-        kernels_of_reason: dict[str, list[str]] = {}
+        kernels_of_reason: dict[str, list[KernelName]] = {}
         for name, reason in self.unable.items():
             kernels_of_reason.setdefault(reason, []).append(name)
         return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kernels_of_reason.items())
@@ -330,10 +331,10 @@ def _limits(
     if not position_limits.has_table and trained is not None and trained < capacity_tokens:
         found.notes.append(f"it was made for documents of up to {trained:,} tokens; longer ones bring a warning")
     for package in dict.fromkeys(choice.needs_package for choice in choices if choice.needs_package):
-        without = next(choice.unable["torch_varlen"] for choice in choices if choice.needs_package == package)
-        found.limits.append(
-            f"on {gpu.name} only FlashAttention computes its layers ({package}): torch's own kernel {without}"
-        )
+        of_package = [choice for choice in choices if choice.needs_package == package]
+        count = "" if of_package == choices else f"{sum(len(choice.layers) for choice in of_package)} of "
+        without = f"torch's own kernel {of_package[0].unable['torch_varlen']}"
+        found.limits.append(f"on {gpu.name} {count}its layers need a package ({package}): {without}")
     if towers(model):
         found.limits.append(
             "text, and images in your own batches. Its towers attend with sdpa, on each rank separately"

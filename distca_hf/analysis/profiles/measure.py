@@ -345,7 +345,8 @@ class Measuring:
 
     def _made(self, kernel: str) -> Made:
         device, versions = self.ranks.device, {"distca_hf": __version__, "python": platform.python_version()}
-        versions |= installed_versions("torch", "transformers", "flash-attn-4", "flash-attn", "liger-kernel")
+        packages = ("torch", "transformers", "flash-attn-4", "flash-attn", "ffpa-attn", "liger-kernel")
+        versions |= installed_versions(*packages)
         name = platform.processor() or platform.machine()
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd
 from typing import Any
 
 from torch import nn
@@ -93,13 +94,18 @@ def heads_of(model: nn.Module) -> Heads:
 
 def head_groups_of(model: nn.Module, tensor_ranks: int = 1) -> int:
     """Returns the number of groups of this rank's heads: KV heads, or several of them together; 1 if the config does
-    not say.
+    not say. Layers with other numbers of KV heads (Gemma 4) have equally many groups.
 
     Args:
         tensor_ranks: number of ranks that divide the heads, used if Transformers did not divide the model.
     """
     ranks = tensor_ranks if model_mesh(model) is None else heads_divided_by(model)
-    return head_groups(_config(model, NUMBER, "num_key_value_heads"), ranks)
+    try:
+        config = _config(model, NUMBER, "num_key_value_heads")
+    except (RuntimeError, ValueError):  # Transformers refuses to give the number of some layers
+        own = gcd(*(heads.key_value for heads in whole_heads_of_layers(model).values()))
+        config = {"num_key_value_heads": own}
+    return head_groups(config, ranks)
 
 
 def num_layers_of(model: nn.Module) -> int | None:

@@ -16,6 +16,7 @@ from distca_hf.integrations.models.decoder_layers import head_groups_of, token_b
 from distca_hf.testing import attend_documents
 from lib.baselines.operators import MadeUpKeys, Work
 from lib.documents import numbered_tokens
+from lib.model import AttentionKind
 from lib.modes import Batch, Mode, Place, StepTokens, build_mode
 from lib.rounds import equal_losses
 
@@ -37,19 +38,17 @@ def check_modes(
         build: makes a mode by its name.
 
     Returns:
-        for every mode the largest error of all ranks over the allowed one, of `output`, `dq`, `dk` and `dv`: up to 1
-        is right, and infinite if a number is NaN.
+        for every mode the largest error of all ranks and kinds of layers over the allowed one, of `output`, `dq`,
+        `dk` and `dv`: up to 1 is right, and infinite if a number is NaN.
     """
-    whole = _random_tensors(sum(lengths), place)
-    exact, rounded = (
-        _attend_exactly(whole, lengths, place.shape.scale, kind) for kind in (torch.float32, place.dtype)
-    )
-    found = {
-        name: _errors(build(name, place, [numbered_tokens(lengths)]), place, lengths, whole, exact, rounded)
-        for name in names
-    }
-    errors = torch.tensor([list(errors.values()) for errors in found.values()], device=place.device)
-    errors = errors.nan_to_num(nan=torch.inf)  # a maximum may leave out NaN
+    of_kinds = []
+    for kind in place.shape.kinds:
+        whole = _random_tensors(sum(lengths), kind, place)
+        exact, rounded = (_attend_exactly(whole, lengths, kind, dtype) for dtype in (torch.float32, place.dtype))
+        modes = [build(name, place, [numbered_tokens(lengths)]) for name in names]
+        of_kinds.append([_errors(mode, place, kind, whole, exact, rounded) for mode in modes])
+    # A maximum may leave out NaN.
+    errors = torch.tensor(of_kinds, device=place.device).nan_to_num(nan=torch.inf).amax(0)
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(names, errors.tolist(), strict=True)}
 
@@ -72,48 +71,45 @@ def check_numbers(errors: Mapping[str, Mapping[str, float]], losses: Mapping[str
         raise SystemExit(f"losses of the same tokens differ: {losses}")
 
 
-def _random_tensors(tokens: int, place: Place) -> list[torch.Tensor]:
+def _random_tensors(tokens: int, kind: AttentionKind, place: Place) -> list[torch.Tensor]:
     """Returns q, k, v and the gradient of the output, of all documents, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn((tokens, *width), generator=generator).to(place.device, place.dtype)
-        for width in place.shape.widths
-    ]
+    return [torch.randn((tokens, *width), generator=generator).to(place.device, place.dtype) for width in kind.widths]
 
 
 def _attend_exactly(
-    whole: Sequence[torch.Tensor], lengths: Sequence[int], scale: float, dtype: torch.dtype
+    whole: Sequence[torch.Tensor], lengths: Sequence[int], kind: AttentionKind, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Returns the output and gradients of attention by its definition, computed in `dtype`."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in whole[:3])
-    out = attend_documents(q, k, v, lengths, scale)
+    out = attend_documents(q, k, v, lengths, kind.scale, kind.window_tokens or None)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3].to(dtype))]
 
 
 def _errors(
     mode: Mode,
     place: Place,
-    lengths: Sequence[int],
+    kind: AttentionKind,
     whole: Sequence[torch.Tensor],
     exact: Sequence[torch.Tensor],
     rounded: Sequence[torch.Tensor],
-) -> dict[str, float]:
-    """Returns the largest error of this rank's rows, of output and gradients, over the allowed one."""
+) -> list[float]:
+    """Returns the largest error of this rank's rows, of each of `NAMES`, over the allowed one."""
     with mode.running():
         [batch] = mode.batches
         rows = batch["input_ids"][0]
         q, k, v, dout = (x[rows] for x in whole)
-        results = attend_once(mode, place, batch, q, k, v, dout)
+        results = attend_once(mode, place, kind, batch, q, k, v, dout)
         if not mode.exact:
             rows = slice(None)
             exact, rounded = (
-                _attend_made_up(batch["bench_work"], q, k, v, dout, place.shape.scale, kind)
-                for kind in (torch.float32, place.dtype)
+                _attend_made_up(batch["bench_work"], q, k, v, dout, kind, dtype)
+                for dtype in (torch.float32, place.dtype)
             )
-    return {
-        what: ((result.float() - truth[rows]).abs().max() / _allowed(truth, plain)).item()
-        for what, result, truth, plain in zip(NAMES, results, exact, rounded, strict=True)
-    }
+    return [
+        ((result.float() - truth[rows]).abs().max() / _allowed(truth, plain)).item()
+        for result, truth, plain in zip(results, exact, rounded, strict=True)
+    ]
 
 
 def _allowed(truth: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
@@ -127,6 +123,7 @@ def _allowed(truth: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
 def attend_once(
     mode: Mode,
     place: Place,
+    kind: AttentionKind,
     batch: Batch,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -139,6 +136,7 @@ def attend_once(
     Args:
         mode: how to attend.
         place: this rank.
+        kind: of the layer.
         batch: of the mode; its T tokens.
         q, k, v, dout: `[T, N, H]`, `[T, G, H]`, `[T, G, V]` and `[T, N, V]`.
     """
@@ -151,7 +149,8 @@ def attend_once(
         keywords["distca_plan"].begin_forward_pass(None, {})
     inputs = [x.transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
     attend = ALL_ATTENTION_FUNCTIONS[mode.implementation]
-    out, _ = attend(place.shape.module, *inputs, None, dropout=0.0, scaling=place.shape.scale, **keywords)
+    keywords |= {"dropout": 0.0, "scaling": kind.scale, "sliding_window": kind.window_tokens or None}
+    out, _ = attend(place.shape.layers[kind][0], *inputs, None, **keywords)
     gradients = torch.autograd.grad(out, inputs, dout[None])
     return [out[0].detach(), *(gradient[0].transpose(0, 1) for gradient in gradients)]
 
@@ -162,7 +161,7 @@ def _attend_made_up(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    scale: float,
+    kind: AttentionKind,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """Returns the output and gradients of a work's calls by definition, with its made-up keys, computed in `dtype`."""
@@ -176,9 +175,7 @@ def _attend_made_up(
             )
         else:
             keys, values = call.keys.take(leaves[1], leaves[2])
-        outputs.append(
-            _attend_tasks(leaves[0][call.queries], keys, values, call.spans.queries, call.spans.keys, scale)
-        )
+        outputs.append(_attend_tasks(leaves[0][call.queries], keys, values, call.spans.queries, call.spans.keys, kind))
     behind = leaves[0].new_zeros(len(q) - work.rows, *outputs[0].shape[1:])
     out = torch.cat([*outputs, behind])
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
@@ -190,7 +187,7 @@ def _attend_tasks(
     v: torch.Tensor,
     queries: Sequence[int],
     keys: Sequence[int],
-    scale: float,
+    kind: AttentionKind,
 ) -> torch.Tensor:
     """Returns the causal attention of tasks, aligned bottom-right, given by offsets of queries and keys."""
     shared = q.shape[1] // k.shape[1]
@@ -198,10 +195,11 @@ def _attend_tasks(
     outputs = []
     for task in range(len(queries) - 1):
         own, seen = slice(queries[task], queries[task + 1]), slice(keys[task], keys[task + 1])
-        scores = torch.einsum("tnh,snh->nts", q[own], k[seen]) * scale
-        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(
-            scores.shape[2] - scores.shape[1]
-        )
+        scores = torch.einsum("tnh,snh->nts", q[own], k[seen]) * kind.scale
+        own_place = scores.shape[2] - scores.shape[1]  # of the first query
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(own_place)
+        if kind.window_tokens:
+            visible = visible.triu(own_place + 1 - kind.window_tokens)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         outputs.append(torch.einsum("nts,snv->tnv", weights, v[seen]))
     return torch.cat(outputs)

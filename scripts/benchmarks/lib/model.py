@@ -3,7 +3,7 @@
 import argparse
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,10 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.cost import LayerMasks
-from distca_hf.integrations.models.decoder_layers import layer_masks_of
+from distca_hf.cost import Mask
+from distca_hf.integrations.models.decoder_layers import masks_of_layers
 from lib.baselines.operators import SAVED_OPERATORS
+from lib.documents import attended_pairs
 from lib.liger import use_liger_layers
 
 
@@ -38,6 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).parents[1].glob("presets/*.json"))
 }
 PROBE_TOKENS = 64
+# Heads and numbers of a head: of q, k, v and the output.
+Widths = tuple[tuple[int, int], ...]
 
 
 class LossModel(nn.Module):
@@ -100,29 +103,30 @@ class Backbone(LossModel):
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The work of a model: of attention and of matrix products.
+class AttentionKind:
+    """Layers that attend alike.
 
     Attributes:
-        linear_flops: of one token, forward, in all layers.
-        masks: of all attention calls of a forward pass, each with their number.
+        mask: of the layers.
         heads, kv_heads: query heads, and heads of keys and values.
         head_dim, value_dim: numbers of a query or key in a head, and of a value.
         scale: of scores.
-        module: an attention layer.
     """
 
-    linear_flops: float
-    masks: LayerMasks
+    mask: Mask
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
     scale: float
-    module: nn.Module
 
     @property
-    def widths(self) -> tuple[tuple[int, int], ...]:
+    def window_tokens(self) -> int:
+        """Returns the tokens of a sliding window; 0 without one."""
+        return 0 if self.mask.chunked else self.mask.window_tokens or 0
+
+    @property
+    def widths(self) -> Widths:
         """Returns heads and numbers of a head: of q, k, v and the output."""
         query, key = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         return query, key, (self.kv_heads, self.value_dim), (self.heads, self.value_dim)
@@ -131,6 +135,43 @@ class Shape:
     def flops_of_pair(self) -> int:
         """Returns the flops of one attended pair, forward, all heads of one layer: scores and weighted sum."""
         return 2 * (self.head_dim + self.value_dim) * self.heads
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The work of a model: of attention and of matrix products.
+
+    Attributes:
+        linear_flops: of one token, forward, in all layers.
+        layers: attention layers of each kind, in order of their calls in a forward pass.
+    """
+
+    linear_flops: float
+    layers: Mapping[AttentionKind, Sequence[nn.Module]]
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """Returns the kinds of attention layers."""
+        return tuple(self.layers)
+
+    @property
+    def only_kind(self) -> AttentionKind:
+        """Returns the kind of all layers.
+
+        Raises:
+            SystemExit: there are several.
+        """
+        if len(self.layers) > 1:
+            raise SystemExit(f"layers attend in {len(self.layers)} ways: leave modes of other packages out")
+        return self.kinds[0]
+
+    def pairs(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Returns the attended pairs of documents of so many tokens, in all layers of each kind."""
+        return tuple(len(layers) * attended_pairs(lengths, kind.mask) for kind, layers in self.layers.items())
+
+    def attention_flops(self, pairs: Sequence[float]) -> float:
+        """Returns the flops of so many attended pairs of each kind, forward."""
+        return sum(count * kind.flops_of_pair for count, kind in zip(pairs, self.kinds, strict=True))
 
 
 def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedConfig:
@@ -243,19 +284,16 @@ def probe(model: LossModel) -> Shape:
     counter = FlopCounterMode(display=False)
     with without_attention(causal_lm) as calls, _countable_experts(causal_lm), torch.no_grad(), counter:
         model.forward(input_ids=torch.zeros_like(positions), position_ids=positions)
-    call = calls[0]
     flops = torch.tensor(counter.get_total_flops(), dtype=torch.float64, device=causal_lm.device)
     dist.all_reduce(flops)
-    return Shape(
-        linear_flops=float(flops) / dist.get_world_size() / PROBE_TOKENS,
-        masks=layer_masks_of(model),
-        heads=call.query.shape[1],
-        kv_heads=call.key.shape[1],
-        head_dim=call.query.shape[3],
-        value_dim=call.value.shape[3],
-        scale=call.scale,
-        module=call.module,
-    )
+    masks = {causal_lm.get_submodule(name): mask for name, mask in masks_of_layers(model).items()}
+    layers: dict[AttentionKind, list[nn.Module]] = {}
+    for call in calls:
+        _, heads, _, head_dim = call.query.shape
+        _, kv_heads, _, value_dim = call.value.shape
+        kind = AttentionKind(masks[call.module], heads, kv_heads, head_dim, value_dim, call.scale)
+        layers.setdefault(kind, []).append(call.module)
+    return Shape(float(flops) / dist.get_world_size() / PROBE_TOKENS, layers)
 
 
 def prepare(model: LossModel, options: argparse.Namespace, device: torch.device) -> None:

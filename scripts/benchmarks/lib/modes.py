@@ -218,9 +218,9 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
 def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_rows: torch.Tensor) -> MadeUpKeys:
     """Keys of tasks, the last of which are own rows: as many as there are queries."""
     last = [np.arange(end - own, end) for end, own in zip(accumulate(keys), queries, strict=True)]
-    _, key, value, _ = place.shape.widths
-    sizes = torch.Size((sum(keys), *key)), torch.Size((sum(keys), *value))
-    return MadeUpKeys(sizes, place.dtype, torch.from_numpy(np.concatenate(last)).to(place.device), local_rows)
+    widths = [kind.widths[1:3] for kind in place.shape.kinds]
+    places = torch.from_numpy(np.concatenate(last)).to(place.device)
+    return MadeUpKeys(sum(keys), widths, place.dtype, places, local_rows)
 
 
 def _ulysses(place: Place, step: StepTokens) -> Mode:
@@ -283,7 +283,7 @@ def _of_package(
 
 
 def _ringmaster_dense(way: str, place: Place, step: StepTokens) -> Mode:
-    make = partial(RingmasterWork, way, place.shape.module)
+    make = partial(RingmasterWork, way, place.shape.layers[place.shape.only_kind][0])
     return _of_package(f"ringmaster-{way}", make, place, step, wired=False)
 
 

@@ -3,9 +3,10 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 from unittest import mock
 
@@ -18,7 +19,7 @@ from distca_hf.cost import causal_pairs
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, accumulation_dtype
 from distca_hf.kernels.registry import Operands, choose_kernel
 from lib.baselines.operators import OwnKeys, make_call
-from lib.model import Shape
+from lib.model import AttentionKind, Shape, Widths
 
 
 MATRIX_SIZE = {"cuda": 8192, "cpu": 256}
@@ -27,64 +28,111 @@ REPEATS, CALLS = 3, 4
 
 
 @dataclass(frozen=True)
+class KernelRates:
+    """Measured rates of an attention kernel on one document without a window, the fastest of all ranks.
+
+    Attributes:
+        kernel: its class.
+        head_dim: numbers of a head.
+        forward_pairs, backward_pairs: attended pairs per second.
+    """
+
+    kernel: str
+    head_dim: int
+    forward_pairs: float
+    backward_pairs: float
+
+    def in_words(self) -> str:
+        """Returns the rates as text."""
+        return (
+            f"{self.kernel} with heads of {self.head_dim} {self.forward_pairs / 1e9:.4g} / "
+            f"{self.backward_pairs / 1e9:.4g} billion pairs/s forward / backward"
+        )
+
+
+@dataclass(frozen=True)
 class Rates:
     """Measured rates, the fastest of all ranks.
 
     Attributes:
-        kernel: class of the attention kernel.
         matrix_flops: of a large matrix product, per second.
-        forward_pairs, backward_pairs: attended pairs per second of the kernel, on one document.
+        kernels: of each kind of attention layers.
     """
 
-    kernel: str
     matrix_flops: float
-    forward_pairs: float
-    backward_pairs: float
+    kernels: Sequence[KernelRates]
 
-    def floor_seconds(self, linear_flops: float, pairs: float) -> float:
+    def floor_seconds(self, linear_flops: float, pairs: Sequence[float]) -> float:
         """Returns the least seconds of a rank: linear work, and attention once forward and once backward.
 
         Args:
             linear_flops: of the rank.
-            pairs: attended pairs of the rank, in all layers.
+            pairs: attended pairs of the rank, in all layers of each kind.
         """
-        return linear_flops / self.matrix_flops + pairs / self.forward_pairs + pairs / self.backward_pairs
+        return linear_flops / self.matrix_flops + sum(
+            count / kernel.forward_pairs + count / kernel.backward_pairs
+            for count, kernel in zip(pairs, self.kernels, strict=True)
+        )
 
 
-def kernel_for(shape: Shape, name: KernelName, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Returns the kernel that all modes use: the one of a name, or the fastest for these widths and this dtype."""
-    q, k, v, _ = (torch.empty(1, *width, device=device, dtype=dtype) for width in shape.widths)
-    return choose_kernel(name, Operands.of(q, k, v), AttentionSpec(shape.scale))
+def kernels_for(shape: Shape, name: KernelName, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+    """Returns the kernel of each kind of attention layers, in all modes: the one of a name, or the fastest for these
+    widths, this window and this dtype."""
+    kernels = []
+    for kind in shape.kinds:
+        q, k, v, _ = (torch.empty(1, *width, device=device, dtype=dtype) for width in kind.widths)
+        spec = AttentionSpec(kind.scale, window_tokens=kind.window_tokens)
+        kernels.append(choose_kernel(name, Operands.of(q, k, v), spec))
+    return kernels
 
 
 def measure_rates(
-    shape: Shape, kernel: Kernel, longest_tokens: int, device: torch.device, dtype: torch.dtype
+    shape: Shape, kernels: Sequence[Kernel], longest_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> Rates:
-    """Times a matrix product, and the kernel on the longest document (64K tokens of it); a collective call.
+    """Times a matrix product, and kernels on the longest document (64K tokens of it); a collective call.
 
     Args:
         shape: heads, and numbers of a head.
-        kernel: of attention.
+        kernels: of each kind of attention layers.
         longest_tokens: of a document.
         device, dtype: where, and of what.
     """
     size = MATRIX_SIZE[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    matrix_seconds = _seconds(lambda: left @ right, device)
-
+    [matrix_flops] = _fastest([2 * size**3 / _seconds(lambda: left @ right, device)], device)
     tokens = min(longest_tokens, MOST_KERNEL_TOKENS)
-    q, k, v, dout = (torch.randn(tokens, *width, device=device).to(dtype) for width in shape.widths)
+    measured: dict[tuple[type[Kernel], Widths], list[float]] = {}
+    for kind, kernel in zip(shape.kinds, kernels, strict=True):
+        if (type(kernel), kind.widths) not in measured:
+            rates = _pairs_per_second(kind, kernel, tokens, device, dtype)
+            measured[type(kernel), kind.widths] = _fastest(rates, device)
+    of_kinds = [
+        KernelRates(type(kernel).__name__, kind.head_dim, *measured[type(kernel), kind.widths])
+        for kind, kernel in zip(shape.kinds, kernels, strict=True)
+    ]
+    return Rates(matrix_flops, of_kinds)
+
+
+def _pairs_per_second(
+    kind: AttentionKind, kernel: Kernel, tokens: int, device: torch.device, dtype: torch.dtype
+) -> list[float]:
+    """Times forward and backward on one document, without a window."""
+    q, k, v, dout = (torch.randn(tokens, *width, device=device).to(dtype) for width in kind.widths)
     out, dq, dk, dv = (torch.empty_like(x) for x in (dout, q, k, v))
-    lse = torch.empty(shape.heads, tokens, device=device, dtype=accumulation_dtype(dtype))
+    lse = torch.empty(kind.heads, tokens, device=device, dtype=accumulation_dtype(dtype))
     spans = make_call(0, [tokens], [tokens], OwnKeys(slice(0, tokens)), device).spans
-    spec = AttentionSpec(shape.scale)
+    spec = AttentionSpec(kind.scale)
     forward = _seconds(lambda: kernel.forward(Inputs(q, k, v), spans, spec, Room(out, lse)), device)
     saved, gradients = Saved(q, k, v, out, lse), Gradients(dq, dk, dv)
     backward = _seconds(lambda: kernel.backward(dout, saved, gradients, spans, spec), device)
-    pairs = causal_pairs(0, tokens)
-    rates = torch.tensor([2 * size**3 / matrix_seconds, pairs / forward, pairs / backward], device=device)
-    dist.all_reduce(rates, op=dist.ReduceOp.MAX)
-    return Rates(type(kernel).__name__, *rates.tolist())
+    return [causal_pairs(0, tokens) / seconds for seconds in (forward, backward)]
+
+
+def _fastest(rates: Sequence[float], device: torch.device) -> list[float]:
+    """Returns each rate of the rank where it is the largest."""
+    largest = torch.tensor(rates, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -165,27 +213,29 @@ class KernelSeconds:
         }
 
 
-def time_kernels(step: Callable[[], object], kernel: Kernel, device: torch.device, rounds: int) -> KernelSeconds:
-    """Runs a step so many times, and times every call of the kernel in it; a collective call.
+def time_kernels(
+    step: Callable[[], object], kernels: Sequence[Kernel], device: torch.device, rounds: int
+) -> KernelSeconds:
+    """Runs a step so many times, and times every call of the kernels in it; a collective call.
 
     Returns:
         seconds of all calls, for every rank: medians of the steps.
     """
-    rounds_seconds = [_one_step(step, kernel, device) for _ in range(rounds)]
+    rounds_seconds = [_one_step(step, kernels, device) for _ in range(rounds)]
     own = torch.tensor(rounds_seconds, dtype=torch.float64, device=device).quantile(0.5, dim=0)
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)
     return KernelSeconds(*torch.stack(ranks, dim=1).tolist())
 
 
-def _one_step(step: Callable[[], object], kernel: Kernel, device: torch.device) -> list[float]:
+def _one_step(step: Callable[[], object], kernels: Sequence[Kernel], device: torch.device) -> list[float]:
     """Seconds of all forward calls, and of all backward calls."""
     laps: dict[str, Laps] = {"forward": [], "backward": []}
     dist.barrier()
     with ExitStack() as stack:
-        for name, passed in laps.items():
-            timed = _timed(getattr(type(kernel), name), passed, device)
-            stack.enter_context(mock.patch.object(type(kernel), name, timed))
+        for kernel, (name, passed) in product({type(kernel) for kernel in kernels}, laps.items()):
+            timed = _timed(getattr(kernel, name), passed, device)
+            stack.enter_context(mock.patch.object(kernel, name, timed))
         step()
     synchronize(device)
     return [1e-3 * sum(began.elapsed_time(end) for began, end in passed) for passed in laps.values()]

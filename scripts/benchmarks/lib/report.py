@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lib.documents import attended_pairs
 from lib.model import Shape
 from lib.rates import KernelSeconds, Rates, peak_flops
 from lib.tables import markdown, number
@@ -38,7 +37,7 @@ class Load:
         model_flops: of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as
             much backward.
         executed_linear_flops: the same of linear work alone, and forward once more where it is checkpointed.
-        pairs: attended pairs of one rank on average, in all layers.
+        pairs: attended pairs of one rank on average, in all layers of each kind.
         peak_flops: per second, of the device; None if it is not known.
         tensor_ranks: GPUs that hold the same tokens, and divide the flops of these.
     """
@@ -46,7 +45,7 @@ class Load:
     tokens: int
     model_flops: float
     executed_linear_flops: float
-    pairs: float
+    pairs: tuple[float, ...]
     peak_flops: float | None
     tensor_ranks: int = 1
 
@@ -93,12 +92,11 @@ def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: t
         device: whose peak counts.
     """
     tokens = options.accumulation * sum(options.lengths) / num_ranks
-    of_layers = sum(count * attended_pairs(options.lengths, mask) for mask, count in shape.masks)
-    pairs = options.accumulation * of_layers / num_ranks
+    pairs = tuple(options.accumulation * pairs / num_ranks for pairs in shape.pairs(options.lengths))
     linear = tokens * shape.linear_flops
     return Load(
         tokens=int(tokens),
-        model_flops=3 * (linear + pairs * shape.flops_of_pair),
+        model_flops=3 * (linear + shape.attention_flops(pairs)),
         executed_linear_flops=(3 + (options.checkpointing != "none")) * linear,
         pairs=pairs,
         peak_flops=1e12 * options.peak_tflops if options.peak_tflops else peak_flops(device),

@@ -6,8 +6,9 @@ Names are put around functions from outside, while a trace is taken and no longe
 import functools
 import gzip
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,12 +37,12 @@ STEPS: tuple[tuple[Any, str, str], ...] = (
 LITTLE_COMPRESSION, BLOCK_BYTES = 1, 2**20
 
 
-def trace_step(step: Callable[[], object], kernel: Kernel, device: torch.device, path: Path) -> None:
+def trace_step(step: Callable[[], object], kernels: Sequence[Kernel], device: torch.device, path: Path) -> None:
     """Runs a step, and writes its trace in Chrome's format to a file, `.json.gz`; a collective call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     dist.barrier()
-    with named_parts(kernel), profile(activities=activities) as profiler:
+    with named_parts(kernels), profile(activities=activities) as profiler:
         step()
     plain = path.with_suffix("")
     profiler.export_chrome_trace(str(plain))
@@ -52,13 +53,16 @@ def trace_step(step: Callable[[], object], kernel: Kernel, device: torch.device,
 
 
 @contextmanager
-def named_parts(kernel: Kernel) -> Iterator[None]:
+def named_parts(kernels: Sequence[Kernel]) -> Iterator[None]:
     """Names exchanges, waits, kernels and the steps of the product's runtime in traces that are taken within."""
     parts: list[tuple[Any, str, str]] = [
         *STEPS,
         *((Wires, name, f"bench {name}") for name in ("exchange", "all_gather", "reduce_scatter")),
         (torch_transport.TorchExchange, "wait", "bench wait for an exchange"),
-        *((type(kernel), name, f"kernel {name}") for name in ("forward", "backward")),
+        *(
+            (kernel, name, f"kernel {name}")
+            for kernel, name in product({type(kernel) for kernel in kernels}, ("forward", "backward"))
+        ),
     ]
     with ExitStack() as stack:
         for owner, name, label in parts:

@@ -120,15 +120,40 @@ def test_kernels_are_those_that_can_compute_the_layers(name: str, gpu: str) -> N
 
     assert (verdict.status, {choice.able for choice in verdict.kernels}) == (status, {able})
     if status == "works with limits":
-        assert any("only FlashAttention computes its layers" in limit for limit in verdict.limits)
+        assert any("its layers need a package (pip install flash-attn" in limit for limit in verdict.limits)
 
 
 @classes_of_today
-def test_heads_that_are_too_wide_are_refused_on_gpus_alone() -> None:
-    on_gpu, on_cpu = verdict_of("gemma4_text"), verdict_of("gemma4_text", "cpu")
+def test_each_kind_of_layers_has_kernels_for_its_own_heads() -> None:
+    verdict = verdict_of("gemma4_text")
+    sliding, full = sorted(verdict.kernels, key=lambda choice: choice.need.heads.dim)
 
-    assert "no kernel for h200 computes 5 of its layers" in on_gpu.reasons[0]
-    assert "head dimensions up to 256, the model has 512" in on_gpu.reasons[0]
+    assert (sliding.need.heads.dim, len(sliding.layers)) == (256, 25)
+    assert sliding.able == ("flash4", "flash3", "flash2", "torch_varlen")
+    assert sliding.unable == {"ffpa": "has head dimensions from 320, the model has 256"}
+    assert (full.need.heads.dim, len(full.layers), full.able) == (512, 5, ("ffpa",))
+    assert verdict.status == "works with limits"
+    assert verdict.limits == (
+        "on h200 5 of its layers need a package (pip install ffpa-attn): torch's own kernel has head dimensions up to "
+        "256, the model has 512",
+    )
+
+
+@classes_of_today
+@pytest.mark.parametrize(
+    ("gpu", "changes", "told"),
+    [
+        ("h200", {"global_head_dim": 1024}, "ffpa: has head dimensions up to 512, the model has 1024"),
+        ("h200", {"global_head_dim": 480}, "ffpa: needs head dimensions that are multiples of 64"),
+        ("a100", {}, "flash3, ffpa: needs compute capability (9,), the GPU has 8"),
+        ("b200", {}, "flash3, ffpa: needs compute capability (9,), the GPU has 10"),
+    ],
+)
+def test_heads_that_are_too_wide_are_refused_on_gpus_alone(gpu: str, changes: dict[str, int], told: str) -> None:
+    on_gpu, on_cpu = verdict_of("gemma4_text", gpu, **changes), verdict_of("gemma4_text", "cpu", **changes)
+
+    assert f"no kernel for {gpu} computes 5 of its layers" in on_gpu.reasons[0]
+    assert told in on_gpu.reasons[0]
     assert on_cpu.status == "works"
 
 
@@ -212,6 +237,22 @@ def test_numbers_of_a_class_that_is_wrong_differ() -> None:
     assert max(right.logits, right.loss, right.gradients) < 1e-5
     assert not wrong.agree
     assert min(wrong.logits or 0.0, wrong.gradients) > 1e-2
+
+
+@classes_of_today
+def test_layers_with_other_numbers_of_kv_heads_train() -> None:
+    """As in Gemma 4 31B, whose full layers also take keys for values."""
+    values = tiny_of("gemma4_text", attention_k_eq_v=True).to_dict()
+    del values["per_layer_config"]
+    config = CONFIG_MAPPING["gemma4_text"](**values, global_head_dim=32, num_global_key_value_heads=1)
+    found = compare(TinyModel(config, AutoModelForCausalLM.from_config))
+
+    assert [(kind.heads.dim, kind.heads.key_value) for kind in layer_kinds(_outline(config)) if kind.heads] == [
+        (16, 2),
+        (32, 1),
+    ]
+    assert found.agree
+    assert found.gradients < 5e-5
 
 
 def test_a_model_that_draws_random_numbers_is_compared_in_evaluation_mode() -> None:

@@ -104,7 +104,7 @@ def test_accumulation_is_counted_as_trainer_has_it() -> None:
     refusal("llama3-8b", "--micro-steps", 0, words="--micro-steps 0 must be between 1 and 1024")
 
 
-ONE_VERDICT = ("deepseek_v32", "stablelm", "gemma4_text", "mamba")
+ONE_VERDICT = ("deepseek_v32", "stablelm", "heads of 1024", "mamba")
 
 
 @classes_of_today
@@ -113,6 +113,9 @@ def test_what_check_refuses_no_other_command_plans(name: str, tmp_path: Path) ->
     """Also models that are refused in the trial of a tiny version, that no kernel of an H200 computes, or that have no
     heads."""
     (tmp_path / "lengths.json").write_text("[100, 200, 300]")
+    if name == "heads of 1024":
+        name = str(tmp_path / "wide")
+        LlamaConfig(**SIZES | {"head_dim": 1024}).save_pretrained(name)
     reasons = as_json(name)["reasons"]
     assert reasons
     expected = f"is refused: {'; '.join(reasons)}. `distca check` shows it"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV3Config,
     GPTNeoXConfig,
@@ -18,7 +19,8 @@ from transformers import (
 
 from distca_hf.analysis.find_model import read_model_config
 from distca_hf.cost import TokenBytes, divide_heads, head_groups
-from distca_hf.integrations.models.decoder_layers import head_groups_of, token_bytes_of
+from distca_hf.integrations.models.decoder_layers import head_groups_of, heads_of_layers, token_bytes_of
+from support.versions import classes_of_today
 
 
 def test_latent_attention_sends_keys_and_values_of_their_own_widths(tmp_path: Path) -> None:
@@ -55,6 +57,20 @@ def test_heads_are_divided_in_at_most_eight_groups_where_a_number_divides_them(
     key_value_heads: int, groups: int
 ) -> None:
     assert divide_heads(key_value_heads) == groups
+
+
+@classes_of_today
+def test_layers_with_other_numbers_of_kv_heads_have_equally_many_groups() -> None:
+    """As in Gemma 4 31B, whose full layers have wide heads, and fewer of them."""
+    heads = {"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
+    config = CONFIG_MAPPING["gemma4_text"](num_attention_heads=32, num_hidden_layers=6, **heads)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    of_layers = heads_of_layers(model).values()
+
+    assert {(heads.dim, heads.key_value) for heads in of_layers} == {(256, 16), (512, 4)}
+    assert head_groups_of(model) == 4
+    assert head_groups_of(model, tensor_ranks=2) == 2
 
 
 def test_groups_divide_the_heads_of_every_layer() -> None:

@@ -664,6 +664,7 @@ def test_refusal_of_auto_names_the_job_and_every_kernel_with_its_reason(nothing_
         assert re.search(rf"\b{name}\b", message)
     assert "flash2 has head dimensions up to 256, the model has 512" in message
     assert "torch_varlen has head dimensions up to 256, the model has 512" in message
+    assert "ffpa is not installed (pip install ffpa-attn)" in message
     assert "cpu runs on cpu, tensors are on cuda" in message
 
 
@@ -752,13 +753,16 @@ COMPUTED = {
     "flash3": WINDOWS | {"softcap"},
     "flash2": WINDOWS | {"softcap"},
     "torch_varlen": WINDOWS,
+    "ffpa": set(),
     "cpu": set(),
     "reference": set(OPTIONS),
 }
 
 
 def operands_for(name: str) -> Operands:
-    return dataclasses.replace(GPU_OPERANDS, device_type=KERNELS[name].capabilities.device_type or "cpu")
+    able = KERNELS[name].capabilities
+    dim = max(GPU_OPERANDS.head_dim, able.min_head_dim)
+    return dataclasses.replace(GPU_OPERANDS, device_type=able.device_type or "cpu", head_dim=dim, value_dim=dim)
 
 
 @pytest.mark.parametrize("name", KERNELS)

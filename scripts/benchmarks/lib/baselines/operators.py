@@ -6,9 +6,10 @@ outputs, and `torch.compile` goes through.
 Shape legend in `distca_hf.kernels.interface`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -110,28 +111,35 @@ class MadeUpKeys:
     Only these are copied, and only their gradients are kept: no token has that of a made-up key.
 
     Args:
-        sizes: `[made-up rows, G, H]` and `[made-up rows, G, V]`, of keys and of values.
+        num_rows: keys that are made up.
+        widths: `(G, H)` and `(G, V)` of keys and of values, for each kind of layers.
         places, rows: where own rows are put, and which these are.
     """
 
     adds = False
 
     def __init__(
-        self, sizes: tuple[torch.Size, torch.Size], dtype: torch.dtype, places: torch.Tensor, rows: torch.Tensor
+        self,
+        num_rows: int,
+        widths: Iterable[tuple[tuple[int, ...], ...]],
+        dtype: torch.dtype,
+        places: torch.Tensor,
+        rows: torch.Tensor,
     ) -> None:
         self.places, self.rows = places, rows
-        self._sizes, self._dtype = sizes, dtype
-        self._made_up: list[torch.Tensor] = []
+        self._num_rows, self._widths, self._dtype = num_rows, {*widths}, dtype
+        self._made_up: dict[tuple[tuple[int, ...], ...], list[torch.Tensor]] = {}
 
     @contextmanager
     def made(self) -> Iterator[None]:
         """Makes keys and values up, and lets go of them: other modes need the memory."""
-        self._made_up = [torch.randn(size, dtype=self._dtype, device=self.rows.device) for size in self._sizes]
+        new = partial(torch.randn, dtype=self._dtype, device=self.rows.device)
+        self._made_up = {of: [new((self._num_rows, *width)) for width in of] for of in self._widths}
         yield
-        self._made_up = []
+        self._made_up = {}
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self._made_up
+        key, value = self._made_up[tuple(k.shape[1:]), tuple(v.shape[1:])]
         for store, x in ((key, k), (value, v)):
             store.index_copy_(0, self.places, x.index_select(0, self.rows))
         return key, value

@@ -104,7 +104,8 @@ class MagiWork:
             api.OverlapConfig(degree=stages),
         )
         offsets = offsets_of(lengths, torch.device("cpu"))
-        sizes = (shape.heads, shape.kv_heads, shape.head_dim)
+        kind = shape.only_kind
+        sizes = (kind.heads, kind.kv_heads, kind.head_dim)
         self._plan = partial(
             api.magi_attn_varlen_key,
             *(offsets, offsets, *sizes, 0, wires.group),

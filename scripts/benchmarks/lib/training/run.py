@@ -28,7 +28,6 @@ from transformers import (
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
-from lib.documents import attended_pairs
 from lib.model import LossModel, Shape, probe, saving_policy
 from lib.parser import write_figures
 from lib.rates import peak_flops, synchronize
@@ -178,8 +177,7 @@ def document_tokens(loader: distca_hf.PlacedLoader, micro_batch: int) -> list[in
 
 def model_flops(lengths: Sequence[int], shape: Shape) -> float:
     """Returns the flops of a step on documents of these lengths, of all ranks, counted as in `lib.report.Load`."""
-    pairs = sum(count * attended_pairs(lengths, mask) for mask, count in shape.masks)
-    return 3 * (sum(lengths) * shape.linear_flops + pairs * shape.flops_of_pair)
+    return 3 * (sum(lengths) * shape.linear_flops + shape.attention_flops(shape.pairs(lengths)))
 
 
 def free_memory(device: torch.device) -> int:
