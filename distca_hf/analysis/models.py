@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distca_hf.analysis.memory import DecoderSize, LayerSize
+from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize
 from distca_hf.analysis.states import StateSize
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, TokenBytes
@@ -20,8 +20,6 @@ from distca_hf.whole_file import read_at_most
 
 # The model of all measured tables (docs/will-it-help.md).
 DEFAULT_MODEL = "llama3-8b"
-# Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
-MLP_MATRICES = 3
 
 
 @dataclass(frozen=True)

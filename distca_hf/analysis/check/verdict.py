@@ -20,8 +20,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 from distca_hf.analysis.check.find import DEFAULT_SIZES, Candidate
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
 from distca_hf.analysis.check.trial import Numerics, TinyModel, compare, step_alone
-from distca_hf.analysis.memory import DecoderSize, LayerSize
-from distca_hf.analysis.models import MLP_MATRICES
+from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.flops import Gpu
 from distca_hf.integrations.models.check import (
