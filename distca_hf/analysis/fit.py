@@ -107,6 +107,8 @@ def largest_tokens(load: RankLoad, setup: TrainingSetup, room: Room, choices: Se
     return max(fitting, default=0)
 
 
+# Before an option that is left out.
+DROPPED = "no "
 # Changes of options, in the order in which they are tried: what a setup needs to have for a change to be one, the new
 # values, and the settings of a training that they stand for. The last two take less of the host.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -123,7 +125,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"checkpointing": "saved"},
         'checkpointed_attention="save"',
     ),
-    "no --offload-params": ({"state_on_host": True}, {"state_on_host": False}, "fsdp_offload_params: false"),
+    f"{DROPPED}--offload-params": ({"state_on_host": True}, {"state_on_host": False}, "fsdp_offload_params: false"),
 }
 
 
@@ -144,11 +146,14 @@ def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = 
         for options, changed in _changed(replace(setup, num_ranks=ranks)):
             memory = of_ranks.memory(changed)
             if room.fits(memory, ranks):
-                options += [f"--gpus {ranks} --tokens-per-rank {tokens}"] * (times > 1)
+                given = [option for option in options if not option.startswith(DROPPED)]
+                given += [f"--gpus {ranks} --tokens-per-rank {tokens}"] * (times > 1)
+                dropped = [option.removeprefix(DROPPED) for option in options if option.startswith(DROPPED)]
+                how = [f"with {' '.join(given)}"] * bool(given) + [f"without {' '.join(dropped)}"] * bool(dropped)
                 settings = ", ".join(CHANGES[option][2] for option in options if option in CHANGES)
                 node = room.node_bytes(memory, ranks)
                 return (
-                    f"{lacking}. It fits with {' '.join(options)}{f' ({settings})' if settings else ''}: "
+                    f"{lacking}. It fits {' and '.join(how)}{f' ({settings})' if settings else ''}: "
                     f"{memory.total / GIB:,.1f} GiB on a GPU"
                     + (f" and {node / GIB:,.1f} on the host of a node" if node else "")
                 )
