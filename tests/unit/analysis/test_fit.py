@@ -34,6 +34,9 @@ def size_of(name: str, layers: int | None = None) -> DecoderSize:
 
 LLAMA, TOKENS = size_of("llama3-8b"), 131_072
 ROOT, LAYER = 2 * 128_256 * 4096, 218_103_808  # weights of embedding and head, and of a layer
+# Bytes of a token in attention's backward: queries, keys, values and their gradients in bf16 and fp32; the norm, and
+# gradients of the sum and of the output.
+ATTENTION = (2 + 2 + 4) * (4096 + 2 * 1024) + 3 * 2 * 4096
 OFFLOADED = TrainingSetup(8, checkpointing="offloaded", liger=True)
 ALL = replace(OFFLOADED, mlp_tokens=8192, state_on_host=True)
 
@@ -93,9 +96,7 @@ def test_in_tiles_an_mlp_grows_with_the_tile() -> None:
     whole, tiles = (of(replace(OFFLOADED, mlp_tokens=tokens)).layer for tokens in (0, 65_536))
     assert whole - tiles == 8 * 14_336 * (TOKENS - 65_536)  # gate, up, product and a gradient
     assert of(replace(OFFLOADED, mlp_tokens=TOKENS)).layer == whole
-    # q, k, v and their gradients in bf16 and fp32; the norm, the gradients of the sum and of the output
-    attention = (2 + 2 + 4) * (4096 + 2 * 1024) + 3 * 2 * 4096
-    assert of(replace(OFFLOADED, mlp_tokens=1024)).layer == attention * TOKENS
+    assert of(replace(OFFLOADED, mlp_tokens=1024)).layer == ATTENTION * TOKENS
     unchecked = TrainingSetup(8, checkpointing="none", liger=True)
     kept, in_tiles = (of(replace(unchecked, mlp_tokens=tokens), 16_384) for tokens in (0, 1024))
     assert kept.kept - in_tiles.kept == 32 * 8 * 14_336 * 16_384
@@ -174,8 +175,11 @@ def test_smaller_tiles_and_state_on_the_host_never_need_more(
 
 
 def test_what_fits_needs_no_advice() -> None:
-    room = Room(72 * GIB)
+    room, found = Room(72 * GIB), of(OFFLOADED)
     assert advice(RankLoad(LLAMA, 8192), OFFLOADED, room) == ""
+    assert [room.node_bytes(found, num_ranks) for num_ranks in (2, 8, 16)] == [
+        times * found.host for times in (2, 8, 8)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -254,6 +258,7 @@ def test_json_of_check_has_the_host() -> None:
     assert set(found["memory_bytes"]) == {"fsdp2"}
     assert memory["host"] == memory["host_kept"] + memory["host_state"]
     assert found["node_bytes"]["fsdp2"] == 4 * memory["host"]
+    assert memory["layer"] == ATTENTION * TOKENS
     assert (found["fits"], found["advice"], found["mlp_tokens"]) == ({"fsdp2": True}, None, 8192)
     largest = found["largest_tokens_per_rank"]["fsdp2"]
     limited = check_json(*LONG, *HOST, "--ranks-per-node", 4, "--host-gib", 200)
@@ -292,8 +297,9 @@ def test_plan_of_given_batches_counts_the_host(lengths: Path) -> None:
 
     assert found["node_bytes"] > 100 * GIB
     assert "may be pinned" in found["advice"]
-    assert "--gpus" not in found["advice"]
     assert "which does not fit: 100.0 may be pinned" in found["in_short"]
+    tiny = json.loads(CliRunner().invoke(app, [*given, "--gpu-gib", "5"]).stdout)  # only shorter batches would fit
+    assert "No option makes it fit" in tiny["advice"]
 
 
 @pytest.mark.parametrize(
