@@ -31,6 +31,7 @@ class LayerSize:
             that it is sent to. A mixer counts as a part of it.
         heads: heads of attention; None for a layer without attention.
         window_tokens: the window; None for full attention.
+        norms_heads: whether queries and keys pass norms before attention, as in Qwen3.
     """
 
     count: int
@@ -38,6 +39,7 @@ class LayerSize:
     mlp_size: float
     heads: Heads | None
     window_tokens: int | None = None
+    norms_heads: bool = False
 
     def kept_bytes(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> float:
         """Returns bytes of a token that a checkpointed layer keeps until backward."""
@@ -74,11 +76,15 @@ class LayerSize:
         the gradients of the MLP's output and input."""
         # Liger's: two norms' outputs, and the sum between them.
         norms = HALF_BYTES * 3 * hidden_size if liger else 2 * NORM_BYTES * hidden_size
-        return self._of_attention(saved, tensor_ranks) + norms + HALF_BYTES * 2 * hidden_size
+        return self._of_attention(saved, liger, tensor_ranks) + norms + HALF_BYTES * 2 * hidden_size
 
-    def _of_attention(self, saved: bool, tensor_ranks: int) -> float:
-        """Returns bytes of a token in queries, keys and values, and in outputs that are recomputed."""
-        return (HALF_BYTES * self._attended_numbers + (0 if saved else self.output_bytes)) / tensor_ranks
+    def _of_attention(self, saved: bool, liger: bool, tensor_ranks: int) -> float:
+        """Returns bytes of a token in queries, keys and values, in their norms, and in outputs that are recomputed."""
+        total = HALF_BYTES * self._attended_numbers + (0 if saved else self.output_bytes)
+        if self.norms_heads and self.heads is not None:  # their outputs are not saved
+            normed = (self.heads.query + self.heads.key_value) * self.heads.dim
+            total += ((LIGER_NORM_BYTES if liger else NORM_BYTES) - HALF_BYTES) * normed
+        return total / tensor_ranks
 
     def _attention_bytes(self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int) -> float:
         """Returns bytes of a token while attention's backward runs: what attention saved, the first norm, the gradient
@@ -90,7 +96,7 @@ class LayerSize:
         output = HALF_BYTES * self.heads.query * self.heads.value_dim
         gradients = (HALF_BYTES + SINGLE_BYTES) * self._attended_numbers
         rows = norm + HALF_BYTES * hidden_size + (output + gradients) / tensor_ranks
-        return rows + self._of_attention(saved, tensor_ranks)
+        return rows + self._of_attention(saved, liger, tensor_ranks)
 
     @property
     def _attended_numbers(self) -> int:

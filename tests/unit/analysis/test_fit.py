@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis import memory
 from distca_hf.analysis.decoder_size import DecoderSize, LayerSize
+from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import CHANGES, RankLoad, Room, advice
 from distca_hf.analysis.memory import GIB, PIECE_BYTES, Memory, TrainingSetup, estimate_memory, pinned_bytes
 from distca_hf.analysis.models import preset
@@ -111,6 +112,23 @@ def test_a_model_cut_to_some_layers_on_one_gpu() -> None:
     assert of(setup, size=size).host_kept == of(OFFLOADED).host_kept // 8
     assert of(setup, size=size).kept == of(OFFLOADED).kept
     assert of(setup, size=size_of("llama3-8b", layers=1)).kept == of(OFFLOADED).kept // 2
+
+
+def test_norms_of_queries_and_keys_are_counted_wherever_a_model_comes_from(tmp_path: Path) -> None:
+    """They save their inputs, 2 bytes a number; without Liger's kernels an fp32 copy and the normalized numbers."""
+    with_norms = size_of("qwen3-8b")
+    without = replace(with_norms, layers=(replace(with_norms.layers[0], norms_heads=False),))
+    for liger, of_number in ((True, 2), (False, 6)):
+        setup = TrainingSetup(8, checkpointing="none", liger=liger)
+        more, less = (of(setup, 1000, size).kept for size in (with_norms, without))
+        assert more - less == 36 * of_number * (32 + 8) * 128 * 1000
+
+    sizes = {"num_hidden_layers": 2, "vocab_size": 1000}
+    for model_type, expected in (("qwen3", True), ("llama", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes}))
+        found = find_model(str(tmp_path)).size
+        assert found is not None
+        assert {layer.norms_heads for layer in found.decoder(SMALL).layers} == {expected}
 
 
 SMALL = Heads(query=2, key_value=1, dim=4, value_dim=4, groups=1)
