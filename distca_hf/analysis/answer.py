@@ -10,9 +10,8 @@ import numpy as np
 
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, fit_lengths
 from distca_hf.analysis.first_step import StepReport
+from distca_hf.analysis.fit import Room, advice, check_host_options
 from distca_hf.analysis.memory import (
-    GIB,
-    USABLE_SHARE,
     Checkpointing,
     Memory,
     Sharding,
@@ -51,6 +50,8 @@ class Assumptions:
             of attention ("saved").
         liger: whether Liger's kernels and its fused loss are used.
         cluster: name or file of the profile with the measured times.
+        mlp_tokens, state_on_host: see `memory.TrainingSetup`.
+        host_gib: see `fit.Room`.
 
     Raises:
         ConfigError: a value is not one of the allowed ones.
@@ -61,16 +62,15 @@ class Assumptions:
     gpu_gib: float = H200_GIB
     seed: int = 0
     cluster: str = DEFAULT_PROFILE
+    mlp_tokens: int = 0
+    state_on_host: bool = False
+    host_gib: float | None = None
 
     def __post_init__(self) -> None:
         check_checkpointing(self.checkpointing)
+        check_host_options(self.mlp_tokens, self.host_gib)
         if not 0 < self.gpu_gib < 10_000:
             raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0 and below 10000")
-
-    @property
-    def room_bytes(self) -> float:
-        """Bytes of a GPU that torch may allocate."""
-        return USABLE_SHARE * self.gpu_gib * GIB
 
     def simulation(self, request: PlanRequest) -> SimulationRequest:
         """Returns the request to `distca simulate` for the same training, with as many steps as are worth it."""
@@ -86,6 +86,9 @@ class Assumptions:
             seed=self.seed,
             pipeline=request.pipeline,
             staged_micro_batches=None if request.pipeline is None else request.micro_steps,
+            mlp_tokens=self.mlp_tokens,
+            state_on_host=self.state_on_host,
+            host_gib=self.host_gib,
         )
 
 
@@ -99,14 +102,16 @@ class Estimates:
         ours: the way of the request, over the GPUs of all stages.
         costs: seconds of the parts of these steps, from measured times.
         memory: memory of the rank with most tokens, for each way to shard weights.
-        room_bytes: bytes of a GPU that torch may allocate.
+        room: memory of a GPU and of its node.
+        advice: what does not fit under FSDP2, and what makes it fit; empty if any way fits, and for a pipeline.
     """
 
     simulated: Result
     ours: WayFigures
     costs: Costs
     memory: dict[Sharding, Memory]
-    room_bytes: float
+    room: Room
+    advice: str = ""
 
     @property
     def over_sorted(self) -> float:
@@ -134,7 +139,11 @@ class Estimates:
             "profile": self.costs.profile.summary(),
             "ways": [way.as_json() for way in self.simulated.ways],
             "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
-            "room_bytes": round(self.room_bytes),
+            "room_bytes": round(self.room.gpu_bytes),
+            "node_bytes": {
+                sharding: self.room.node_bytes(memory, self.simulated.gpus) for sharding, memory in self.memory.items()
+            },
+            "advice": self.advice or None,
         }
 
 
@@ -164,13 +173,12 @@ def make_estimates(
     steps = [given] if given else ()
     result, _ = simulate(simulated, profile, document_tokens, keys=tuple(keys), steps=steps)
     way = result.way(ours)
-    return Estimates(
-        result,
-        way,
-        simulation.costs,
-        memory_by_sharding(simulated, way.most_tokens, way.received_bytes, way.state_bytes),
-        assumptions.room_bytes,
-    )
+    memory = memory_by_sharding(simulated, way.most_tokens, way.received_bytes, way.state_bytes)
+    room, words = simulated.room, ""
+    if request.pipeline is None and not any(room.fits(each, simulated.gpus) for each in memory.values()):
+        load = simulated.rank_load(way.most_tokens, way.received_bytes, state_bytes=way.state_bytes)
+        words = advice(load, simulated.setup("fsdp2"), room)
+    return Estimates(result, way, simulation.costs, memory, room, words)
 
 
 def memory_by_sharding(
@@ -182,8 +190,8 @@ def memory_by_sharding(
         received_bytes, state_bytes: bytes that a rank receives in the forward pass of a layer, and of a mixer.
     """
     return {
-        sharding: request.memory(request.setup(sharding), tokens, received_bytes, state_bytes=state_bytes)
-        for sharding in shardings(request.accumulation, request.model.whole_documents)
+        sharding: request.rank_load(tokens, received_bytes, state_bytes=state_bytes).memory(request.setup(sharding))
+        for sharding in shardings(request.accumulation, request.model.whole_documents, request.state_on_host)
     }
 
 
@@ -202,7 +210,7 @@ class Choice:
         longest_document_tokens: length of the longest document that all ranks together hold.
         too_long_documents: number of documents of the dataset that are longer.
         memory_bytes: estimated peak of a rank; None if the model's size is not known.
-        fits: whether a GPU has that much memory; None if that is not known.
+        fits: whether a GPU and its node have enough memory; None if that is not known.
         over_plain: simulated time of plain packing over time as planned. None if the model's size is not known, if
             documents are too long and refused, or too few for a step; and for choices other than the requested one on
             more than `MOST_RANKS_OF_CHOICES` ranks.
@@ -350,16 +358,20 @@ def _choices(
                     of_choice = make_estimates(other, fit_lengths(given_tokens, other), assumptions)
                 except PackingError:  # documents do not fit
                     pass
-        memory = None if of_choice is None else of_choice.memory["fsdp2"].total
-        if memory is None and request.model.size is not None:
-            received = int(plans.received_bytes.max()), max(one.state_bytes or 0 for one in step.micro_batches)
-            memory = memory_by_sharding(assumptions.simulation(other), tokens_per_rank, *received)["fsdp2"].total
+        memory = None if of_choice is None else of_choice.memory["fsdp2"]
+        fits = None
+        if request.model.size is not None:
+            simulated = assumptions.simulation(other)
+            if memory is None:
+                received = int(plans.received_bytes.max()), max(one.state_bytes or 0 for one in step.micro_batches)
+                memory = memory_by_sharding(simulated, tokens_per_rank, *received)["fsdp2"]
+            fits = simulated.room.fits(memory, simulated.gpus)
         return Choice(
             tokens_per_rank=tokens_per_rank,
             longest_document_tokens=other.planner.longest_tokens,
             too_long_documents=int((given_tokens > other.planner.longest_tokens).sum()),
-            memory_bytes=memory,
-            fits=None if memory is None else memory <= assumptions.room_bytes,
+            memory_bytes=None if memory is None else memory.total,
+            fits=fits,
             over_plain=None if of_choice is None else of_choice.ours.times_as_fast,
         )
 

@@ -32,7 +32,9 @@ from distca_hf.analysis.tables import (
     in_bytes,
     in_gib,
     in_range,
+    in_tiles,
     memory_table,
+    of_host,
     plain_table,
     print_json,
     ways_table,
@@ -138,7 +140,8 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
     request = PlanRequest(*world, shape, options.layout, policy, options.bytes_limit, stages)
     kept = cast(Checkpointing, options.checkpointing)  # likewise
     gpu_gib = gpu_gib_of(find_profile(options.cluster), options.gpu_gib)
-    assumptions = Assumptions(kept, options.liger, gpu_gib, options.seed, options.cluster)
+    on_host = options.mlp_tokens, options.offload_params, options.host_gib
+    assumptions = Assumptions(kept, options.liger, gpu_gib, options.seed, options.cluster, *on_host)
     if shape.size is not None:
         assumptions.simulation(request)  # refuses what cannot be simulated before anything is read
     if options.plot is not None:
@@ -240,8 +243,9 @@ def in_short(answer: PlanAnswer) -> str:
     if answer.step.request.pipeline is not None:
         return f"{words} {answer.estimates.simulated.beside_stages()} These are estimates; see below."
     faster, memory = answer.estimates.ours.times_as_fast, answer.estimates.memory["fsdp2"]
-    room = answer.estimates.room_bytes
-    usable = "" if memory.total <= room else f", which does not fit: {in_gib(room)} GiB are usable"
+    room = answer.estimates.room
+    usable = "" if memory.total <= room.gpu_bytes else f", which does not fit: {in_gib(room.gpu_bytes)} GiB are usable"
+    usable += room.on_host(memory, answer.step.request.num_gpus)
     if faster * WORTH_IT < 1:
         words += f" Steps take {1 / faster:.2f} times as long as with plain packing, which leaves attention out"
     elif faster < WORTH_IT:
@@ -353,16 +357,19 @@ def _estimates(answer: PlanAnswer, estimates: Estimates) -> list[RenderableType]
     words = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(request.num_gpus, 'rank')}; bf16; "
         f"{CHECKPOINTING[assumed.checkpointing]} (--checkpointing); {'with' if assumed.liger else 'without'} Liger's "
-        f"kernels and loss (--liger); {USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
+        f"kernels and loss (--liger); {in_tiles(assumed.mlp_tokens)}{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may "
+        "be used (--gpu-gib)."
     ).replace("%", " %")
+    words += of_host(estimates.memory, assumed.state_on_host)
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:
         words += " Most of it may be logits; with use_liger_kernel=True (--liger) they take no memory."
     size = request.model.size
     if size is not None:
         words += accumulation(size.parameters, request.num_gpus, estimates.simulated.accumulation)
-    table = memory_table(estimates.memory, PART_NAMES, estimates.room_bytes)
-    return [*blocks, block(f"GiB per GPU, estimated{without}", table, words)]
+    table = memory_table(estimates.memory, PART_NAMES, estimates.room, request.num_gpus)
+    unfit = [f"Does not fit: {estimates.advice}."] if estimates.advice else []
+    return [*blocks, block(f"GiB per GPU, estimated{without}", table, words, *unfit)]
 
 
 def _choices(choices: Sequence[Choice], wide: bool) -> RenderableType:

@@ -15,7 +15,8 @@ from rich.console import Console
 from distca_hf.analysis.answer import steps_worth_it
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.memory import GIB, Checkpointing
+from distca_hf.analysis.fit import RankLoad, advice
+from distca_hf.analysis.memory import GIB, Checkpointing, Memory
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of
@@ -111,6 +112,23 @@ class GivenAnswer:
         return float(np.median([one.planning_seconds for one in self.micro_batches]))
 
     @property
+    def load(self) -> RankLoad:
+        """What the rank with most tokens holds, in the way of ours that needs most memory."""
+        way = max((way for way in self.simulated.ways if way.is_ours), key=lambda way: way.memory_bytes)
+        return self.request.rank_load(way.most_tokens, way.received_bytes, way.most_head_tokens, way.state_bytes)
+
+    @property
+    def memory(self) -> Memory:
+        """Memory of that rank."""
+        return self.load.memory(self.request.setup("fsdp2"))
+
+    @property
+    def advice(self) -> str:
+        """What does not fit, and what makes it fit; empty if everything fits. Your batches do not shrink on more
+        ranks."""
+        return advice(self.load, self.request.setup("fsdp2"), self.request.room, more_ranks=False)
+
+    @property
     def in_short(self) -> str:
         """The answer in two sentences: balance before and after, then speed and memory."""
         count, returned, placed = len(self.micro_batches), self.totals(False), self.totals(True)
@@ -126,7 +144,8 @@ class GivenAnswer:
             f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps are "
             f"{faster} times as fast as with plain data parallelism; a GPU needs "
             f"{max(way.memory_bytes for way in ours) / GIB:.1f} GiB with FSDP2, instead of "
-            f"{self.simulated.plain.memory_bytes / GIB:.1f}. These are estimates; see below."
+            f"{self.simulated.plain.memory_bytes / GIB:.1f}"
+            f"{self.request.room.on_host(self.memory, self.request.gpus)}. These are estimates; see below."
         )
 
     def as_json(self) -> dict[str, object]:
@@ -157,6 +176,8 @@ class GivenAnswer:
             "worst_step_imbalance": self.worst(False)[1],
             "worst_step_imbalance_placed_loss": self.worst(True)[1] if self.places_rows else None,
             "ways": [way.as_json() for way in self.simulated.ways],
+            "node_bytes": self.request.room.node_bytes(self.memory, self.request.gpus),
+            "advice": self.advice or None,
             "in_short": self.in_short,
         }
 
@@ -224,6 +245,9 @@ def run_given(options: PlanOptions) -> None:
         gpu_gib=gpu_gib_of(profile, options.gpu_gib),
         seed=options.seed,
         batch_size=options.batch_size,
+        mlp_tokens=options.mlp_tokens,
+        state_on_host=options.offload_params,
+        host_gib=options.host_gib,
     )
     progress = PlanProgress()
     with progress.shown():
@@ -286,4 +310,5 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         f"{request.gpu_gib:g} GiB may be used (--gpu-gib). x plain: speed over plain data parallelism. Bytes: the "
         "most that a GPU sends or receives in a layer's forward pass."
     )
+    words += f" Does not fit: {found.advice}." if found.advice else ""
     console.print(block("speed and memory, simulated", ways_table(found.simulated), words), highlight=False)

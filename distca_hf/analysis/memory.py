@@ -1,54 +1,69 @@
-"""Memory: the most bytes that torch has allocated on a GPU at once during a training step, by its parts.
+"""Memory: the most bytes that torch has allocated on a GPU at once during a training step, and bytes that wait on the
+host, by their parts.
 
 Pure arithmetic over numbers of weights, tokens and heads; no model is built here. For a rank with T tokens:
 
     peak = state + max(head, layer), or the optimizer's step if that is more
 
     state   weights and AdamW's state of this rank's share: with FSDP2 (4 + 8) P / R bytes for P weights on R ranks, in
-            fp32; with ZeRO-3 (6 + 8) P / R. And gradients held when the last micro-step's backward begins
-            (`gradient_bytes`)
+            fp32; with ZeRO-3 (6 + 8) P / R. And gradients: those held when the last micro-step's backward begins
+            (`gradient_bytes`), and under FSDP2 4 bytes / R for every weight of a layer whose backward is over
     head    the loss: T (kept + 12 V) bytes, V: vocabulary. Log-softmax, two gradients in fp32. Liger's fused loss
             holds the numbers of a chunk instead, about T x hidden
-    layer   when backward of the last layer begins: T (kept + computed) bytes, its gathered weights, their gradient and
-            the weights of the layer before, and keys and values of other ranks
+    layer   a layer's backward: T (kept + computed) bytes, its gathered weights, their gradient and the weights of the
+            layer before, and keys and values of other ranks. From the last layer to the first, kept bytes shrink and
+            gradients grow, so one of the two has most
     optimizer's step   weights, AdamW's state and a rank's share of fp32 gradients, without activations
 
 *Kept* is the input of every checkpointed layer, attention's output and log-sum-exps with
 `checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while
-its backward runs. Sizes of tensors are from Transformers' layers in bf16. An RMS norm saves an fp32 copy of its input,
-the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
+its backward runs: in the MLP's backward or in attention's, whichever is more. Inside the MLP it grows with the tokens
+of a tile (`mlp_tokens`), not with T. Sizes of tensors are from Transformers' layers in bf16. An RMS norm saves an fp32
+copy of its input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and
+output. Attention kernels sum gradients in fp32 first.
+
+"offloaded" (`checkpointed_attention="offload"`): inputs and outputs of all layers wait on the host. A GPU keeps those
+of two layers: the one whose backward runs, and the one before, which is fetched. With the state on the host
+(`fsdp_offload_params`) a GPU has gathered layers and one layer's gradients on their way. The host of a rank holds
+
+    activations   T x kept of all layers, in pieces of 64 MiB
+    state         4 + 4 + 8 bytes / R per weight: weights and gradients, both pinned, and AdamW's state
+
+Torch rounds pinned memory up to a power of two: the last piece of a tensor, and a rank's part of each matrix.
 
 Transformers' tensor ranks divide heads, MLPs and weights. Hidden states, norms and logits are whole on each of them,
 and the embedding's weights are not gathered in backward.
 
-The memory of CUDA and NCCL, and memory that torch reserves without using it, are left out. Measured peaks next to
-these
-estimates: `docs/benchmarks/training.md`. ZeRO-3, experts and mixers were not measured.
+The memory of CUDA and NCCL, and memory that torch reserves without using it, are left out; on the host, processes and
+data. Measured peaks next to these estimates: `docs/benchmarks/training.md`. ZeRO-3, experts and mixers were not
+measured.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from distca_hf.cost import Heads
+from distca_hf.analysis.decoder_size import (
+    HALF_BYTES,
+    LIGER_NORM_BYTES,
+    NORM_BYTES,
+    SINGLE_BYTES,
+    DecoderSize,
+    LayerSize,
+)
 from distca_hf.errors import ConfigError
 
 
 # "fsdp2_synced": FSDP2 with `sync_each_batch` of Accelerate's GradientAccumulationPlugin.
 Sharding = Literal["fsdp2", "fsdp2_synced", "zero3"]
 SHARDING_NAMES: dict[str, str] = {"fsdp2": "FSDP2", "fsdp2_synced": "FSDP2 synced", "zero3": "ZeRO-3"}
-Checkpointing = Literal["saved", "recomputed", "none"]
+Checkpointing = Literal["saved", "offloaded", "recomputed", "none"]
 GIB = 2**30
 ADAM_BYTES = 8  # of AdamW's state per weight: two fp32 numbers
-# Bytes of a number in bf16 and in fp32.
-HALF_BYTES, SINGLE_BYTES = 2, 4
 # Bytes of a token and word of the vocabulary: logarithms of probabilities, and two gradients, in fp32.
 LOGIT_BYTES = 12
 # Bytes of a token and number of the hidden state in Liger's fused loss: its gradient, and a chunk of logits in bf16
 # and fp32. A chunk has about T x hidden numbers (`liger_kernel.ops.fused_linear_cross_entropy`).
 FUSED_LOSS_BYTES = 8
-# Bytes of a number that a norm saves, without and with Liger's kernels.
-NORM_BYTES, LIGER_NORM_BYTES = 8, 4
 # Bytes of a weight under ZeRO-3, without AdamW's state: of a rank's share (in 16 and 32 bits), and of the largest
 # layer while gathered, by DeepSpeed's own estimate (`deepspeed.runtime.zero.stage3`).
 ZERO3_BYTES, ZERO3_LAYER_BYTES = 6, 4
@@ -56,6 +71,8 @@ ZERO3_BYTES, ZERO3_LAYER_BYTES = 6, 4
 USABLE_SHARE = 0.9
 # Sets of a layer's weights held at once under FSDP2: its own, their gradients, and the next layer's.
 GATHERED_LAYERS = 3
+# Layers whose kept activations are on the GPU if they wait on the host, and bytes of a piece there, as in training.
+LAYERS_ON_GPU, PIECE_BYTES = 2, 2**26
 
 
 def check_checkpointing(name: str) -> None:
@@ -64,90 +81,9 @@ def check_checkpointing(name: str) -> None:
         raise ConfigError(f"--checkpointing {name} must be one of {', '.join(get_args(Checkpointing))}")
 
 
-@dataclass(frozen=True)
-class LayerSize:
-    """The sizes of one kind of decoder layers that decide memory.
-
-    Attributes:
-        count: layers of this kind.
-        parameters: weights of one layer, including all experts.
-        mlp_size: width of a gated MLP with as many weights as a token passes besides attention; of experts only those
-            that it is sent to. A mixer counts as a part of it.
-        heads: heads of attention; None for a layer without attention.
-        window_tokens: the window; None for full attention.
-    """
-
-    count: int
-    parameters: int
-    mlp_size: float
-    heads: Heads | None
-    window_tokens: int | None = None
-
-    def kept_bytes(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> float:
-        """Returns bytes of a token that a checkpointed layer keeps until backward."""
-        return HALF_BYTES * hidden_size + (self.output_bytes / tensor_ranks if saved else 0)
-
-    def computed_bytes(self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int = 1) -> float:
-        """Returns bytes of a token that a checkpointed layer holds while its backward runs."""
-        mlp, attention = self.mlp_size / tensor_ranks, 0.0 if saved else self.output_bytes
-        if self.heads is not None:
-            queries = self.heads.query * self.heads.dim
-            attention += HALF_BYTES * (queries + self.heads.key_value * (self.heads.dim + self.heads.value_dim))
-        attention /= tensor_ranks
-        if liger:  # two norms' outputs, the sum between them; gate, up, their product; gradients of two of these
-            return attention + HALF_BYTES * (3 * hidden_size + 3 * mlp) + HALF_BYTES * (2 * hidden_size + mlp)
-        norms = 2 * NORM_BYTES * hidden_size
-        return attention + norms + HALF_BYTES * 4 * mlp + HALF_BYTES * (2 * hidden_size + 2 * mlp)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of a token's attention output, and of the log-sum-exp of each head."""
-        if self.heads is None:
-            return 0
-        return HALF_BYTES * self.heads.query * self.heads.value_dim + SINGLE_BYTES * self.heads.query
-
-    def received_bytes(self, received_bytes: int, tensor_ranks: int = 1) -> int:
-        """Returns bytes of keys and values that a rank receives, if a layer of full attention receives that many: a
-        window needs only its halos, of the document before each of a rank's two parts."""
-        if self.heads is None:
-            return 0
-        if self.window_tokens is None:
-            return received_bytes
-        halo = 2 * (self.window_tokens - 1) * self.heads.token_bytes(HALF_BYTES).key_value
-        return min(received_bytes, halo // tensor_ranks)
-
-
-@dataclass(frozen=True)
-class DecoderSize:
-    """Numbers of weights of a model.
-
-    Attributes:
-        hidden_size: numbers of a token's vector between layers.
-        vocabulary: size of the vocabulary; 0 for a model without a head.
-        embedding_parameters: weights outside the layers, which FSDP2 gathers for the whole step: of the embedding, and
-            of the head if it has its own weights.
-    """
-
-    hidden_size: int
-    vocabulary: int
-    parameters: int
-    embedding_parameters: int
-    layers: tuple[LayerSize, ...]
-
-    @property
-    def head_parameters(self) -> int:
-        """Weights of the last matrix product."""
-        return self.vocabulary * self.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of all kinds."""
-        return sum(layer.count for layer in self.layers)
-
-    @property
-    def largest_layer_parameters(self) -> int:
-        """Weights of the largest layer, including all experts."""
-        return max((layer.parameters for layer in self.layers), default=0)
+def saves_attention(checkpointing: Checkpointing) -> bool:
+    """Returns whether attention's outputs wait for backward, on the GPU or on the host."""
+    return checkpointing in ("saved", "offloaded")
 
 
 @dataclass(frozen=True)
@@ -157,12 +93,15 @@ class TrainingSetup:
     Attributes:
         num_ranks: ranks that share weights, gradients and the optimizer's state.
         sharding: FSDP2, with or without `sync_each_batch`, or DeepSpeed ZeRO-3.
-        checkpointing: layers keep their input and attention's output ("saved"), their input ("recomputed"), or all.
+        checkpointing: layers keep their input and attention's output ("saved"), the same on the host ("offloaded"),
+            their input ("recomputed"), or all ("none").
         liger: Liger's kernels and its fused loss, which holds no logits.
         optimizer_bytes: bytes of the optimizer's state per weight.
         kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
         tensor_ranks: number of these ranks that divide every layer, and hold the same tokens.
         micro_steps: micro-steps of an optimizer step, as Trainer accumulates them.
+        mlp_tokens: tokens of a tile on which MLPs run; 0: all at once.
+        state_on_host: whether weights, gradients and the optimizer's state are on the host; only with FSDP2.
     """
 
     num_ranks: int
@@ -173,11 +112,21 @@ class TrainingSetup:
     kv_budget_bytes: float = 4 * GIB
     tensor_ranks: int = 1
     micro_steps: int = 1
+    mlp_tokens: int = 0
+    state_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.state_on_host and self.sharding == "zero3":
+            raise ConfigError("memory of ZeRO-3 with weights and optimizer on the host is not estimated; take FSDP2")
 
     @property
     def saves_attention(self) -> bool:
         """Whether attention's outputs wait for backward."""
-        return self.checkpointing == "saved"
+        return saves_attention(self.checkpointing)
+
+    def mlp_share(self, rank_tokens: int) -> float:
+        """Returns the share of a rank's tokens on which MLPs run at a time."""
+        return min(1.0, self.mlp_tokens / max(1, rank_tokens)) if self.mlp_tokens else 1.0
 
 
 @dataclass(frozen=True)
@@ -186,13 +135,14 @@ class Memory:
 
     Attributes:
         parameters, optimizer: its share of weights, and of the optimizer's state.
-        gradients: held when the last micro-step's backward begins (`gradient_bytes`).
+        gradients: of earlier micro-steps (`gradient_bytes`), and of layers whose backward is over.
         gathered: whole weights and gradients of weights of the layers that are computed at that time.
-        kept: activations that all layers keep until backward.
+        kept: activations that wait for backward on the GPU.
         layer: activations and gradients of one layer while its backward runs; 0 if the head needs more.
         head: logits, their gradients and the last norm; 0 if a layer needs more.
         received: keys and values of other ranks, and their gradients.
         optimizer_step: its share when the optimizer runs, including gradients, and nothing else.
+        host_kept, host_state: activations, and weights, gradients and the optimizer's state, on the host.
     """
 
     parameters: int
@@ -204,10 +154,12 @@ class Memory:
     head: int
     received: int
     optimizer_step: int
+    host_kept: int = 0
+    host_state: int = 0
 
     @property
     def state(self) -> int:
-        """Weights, the optimizer's state, and gradients of earlier micro-steps."""
+        """Weights, the optimizer's state, and gradients."""
         return self.parameters + self.optimizer + self.gradients
 
     @property
@@ -225,10 +177,15 @@ class Memory:
         """Peak of a step: in backward, or in the optimizer if a rank has few tokens."""
         return max(self.backward, self.optimizer_step)
 
+    @property
+    def host(self) -> int:
+        """Bytes on the host."""
+        return self.host_kept + self.host_state
+
     def as_json(self) -> dict[str, int]:
         """Returns all parts, their sums and the peak, in bytes."""
         parts = ("parameters", "optimizer", "gradients", "gathered", "kept", "layer", "head", "received")
-        sums = ("state", "computed", "optimizer_step", "total")
+        sums = ("state", "computed", "optimizer_step", "total", "host_kept", "host_state", "host")
         return {name: getattr(self, name) for name in (*parts, *sums)}
 
 
@@ -250,58 +207,58 @@ def estimate_memory(
         state_bytes: states of cut documents that all mixers receive, and keep until backward.
     """
 
-    def kept_bytes(layer: LayerSize) -> float:
-        kept = layer.kept_bytes(size.hidden_size, setup.saves_attention, setup.tensor_ranks)
-        if setup.checkpointing != "none":
-            return kept
-        return kept + layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
-
-    kept = sum(layer.count * kept_bytes(layer) for layer in size.layers)
     of_layers = sum(layer.count * layer.received_bytes(received_bytes, setup.tensor_ranks) for layer in size.layers)
     waits = of_layers <= setup.kv_budget_bytes
-    moments = [_head_moment(size, setup, head_tokens or rank_tokens, of_layers if waits else 0)]
+    moments = [_head_moment(size, setup, rank_tokens, head_tokens or rank_tokens, of_layers if waits else 0)]
     for layer in size.layers:
         of_layer = layer.received_bytes(received_bytes, setup.tensor_ranks)
         received = (of_layers if waits else of_layer) + of_layer
-        moments.append(_layer_moment(layer, size, setup, rank_tokens, received))
+        for layers_left in {size.num_layers, min(LAYERS_ON_GPU, size.num_layers), 1}:
+            moments.append(_layer_moment(layer, size, setup, rank_tokens, received, layers_left))
     peak = max(moments, key=lambda moment: moment.total)
-    share = size.parameters // setup.num_ranks
-    is_zero = setup.sharding == "zero3"
+    share, is_zero = size.parameters // setup.num_ranks, setup.sharding == "zero3"
     parameters, optimizer = (ZERO3_BYTES if is_zero else SINGLE_BYTES) * share, setup.optimizer_bytes * share
-    gradients = gradient_bytes(setup.sharding, size.parameters // setup.tensor_ranks, share, setup.micro_steps)
     # DeepSpeed casts gradients to fp32, and its buffer stays. FSDP2 has summed whole gradients by then.
-    optimizer_gradients = SINGLE_BYTES * share + (gradients if is_zero else 0)
+    optimizer_step = parameters + optimizer + SINGLE_BYTES * share + (peak.gradients if is_zero else 0)
+    on_gpu = not setup.state_on_host
     return Memory(
-        parameters=parameters,
-        optimizer=optimizer,
-        gradients=gradients,
+        parameters=parameters * on_gpu,
+        optimizer=optimizer * on_gpu,
+        gradients=peak.gradients,
         gathered=peak.gathered,
-        kept=round(rank_tokens * kept) + state_bytes,
+        kept=peak.kept + state_bytes,
         layer=peak.layer,
         head=peak.head,
         received=peak.received,
-        optimizer_step=parameters + optimizer + optimizer_gradients,
+        optimizer_step=optimizer_step * on_gpu,
+        host_kept=_host_kept_bytes(size, setup, rank_tokens),
+        host_state=0 if on_gpu else optimizer + _pinned_weight_bytes(size, setup.num_ranks),
     )
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes held at a moment of backward, besides state and kept activations."""
+    """Bytes held at a moment of backward, besides weights and the optimizer's state."""
 
+    gradients: int
     gathered: int
     received: int
+    kept: int
     layer: int = 0
     head: int = 0
 
     @property
     def total(self) -> int:
-        return self.gathered + self.received + self.layer + self.head
+        return self.gradients + self.gathered + self.received + self.kept + self.layer + self.head
 
 
-def _head_moment(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received: int) -> _Moment:
+def _head_moment(
+    size: DecoderSize, setup: TrainingSetup, rank_tokens: int, head_tokens: int, received: int
+) -> _Moment:
     """Returns the bytes of the loss: embedding and head are gathered, and no layer is."""
+    gradients, kept = _gradients_at(size, setup, size.num_layers), _kept_at(size, setup, rank_tokens, size.num_layers)
     if not size.vocabulary:
-        return _Moment(0, received)
+        return _Moment(gradients, 0, received, kept)
     norm = (LIGER_NORM_BYTES if setup.liger else NORM_BYTES) * size.hidden_size
     loss = FUSED_LOSS_BYTES * size.hidden_size if setup.liger else LOGIT_BYTES * size.vocabulary
     gathered = ZERO3_LAYER_BYTES * size.head_parameters
@@ -309,14 +266,14 @@ def _head_moment(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, rece
         gathered = HALF_BYTES * (
             size.embedding_parameters if setup.tensor_ranks == 1 else size.head_parameters // setup.tensor_ranks
         )
-    return _Moment(gathered, received, head=round(rank_tokens * (norm + loss)))
+    return _Moment(gradients, gathered, received, kept, head=round(head_tokens * (norm + loss)))
 
 
 def _layer_moment(
-    layer: LayerSize, size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received: int
+    layer: LayerSize, size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received: int, layers_left: int
 ) -> _Moment:
-    """Returns the bytes of one layer's backward. Embedding, head and the head's gradient are whole under FSDP2.
-    Gradients that are added to earlier micro-steps' are counted there."""
+    """Returns the bytes of one layer's backward, `layers_left` layers with it before the end. Embedding, head and the
+    head's gradient are whole under FSDP2. Gradients that are added to earlier micro-steps' are counted there."""
     gathered = ZERO3_LAYER_BYTES * max(layer.parameters, size.head_parameters)
     if setup.sharding != "zero3":
         added = setup.sharding == "fsdp2" and setup.micro_steps > 1
@@ -324,16 +281,83 @@ def _layer_moment(
         if setup.tensor_ranks > 1:
             root = (1 if added else 2) * (size.head_parameters // setup.tensor_ranks)
         gathered = HALF_BYTES * (root + (GATHERED_LAYERS - added) * layer.parameters // setup.tensor_ranks)
-    computed = 0.0
+    if setup.state_on_host:  # gradients on their way
+        gathered += SINGLE_BYTES * layer.parameters // setup.num_ranks
+    share = setup.mlp_share(rank_tokens)
     if setup.checkpointing != "none":
-        computed = layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
-    return _Moment(gathered, received, layer=round(rank_tokens * computed))
+        of_layer = size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks
+        computed = layer.computed_bytes(*of_layer, share)
+    else:
+        computed = share * layer.mlp_bytes(setup.liger, setup.tensor_ranks) if share < 1 else 0.0
+    return _Moment(
+        _gradients_at(size, setup, layers_left),
+        gathered,
+        received,
+        _kept_at(size, setup, rank_tokens, layers_left),
+        layer=round(rank_tokens * computed),
+    )
 
 
-def shardings(micro_steps: int, whole_documents: bool) -> list[Sharding]:
+def _kept_at(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, layers_left: int) -> int:
+    """Returns the bytes of activations that wait on the GPU for the backward of so many layers."""
+    each: list[float] = []
+    for layer in size.layers:
+        kept = layer.kept_bytes(size.hidden_size, setup.saves_attention, setup.tensor_ranks)
+        if setup.checkpointing == "none":
+            kept += layer.saved_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
+            if setup.mlp_share(rank_tokens) == 1:
+                kept += layer.mlp_bytes(setup.liger, setup.tensor_ranks)
+        each.append(kept)
+    of_all = sum(layer.count * kept for layer, kept in zip(size.layers, each, strict=True))
+    on_gpu = min(LAYERS_ON_GPU, layers_left) if setup.checkpointing == "offloaded" else layers_left
+    return round(rank_tokens * min(of_all, on_gpu * max(each, default=0.0)))
+
+
+def _gradients_at(size: DecoderSize, setup: TrainingSetup, layers_left: int) -> int:
+    """Returns the bytes of gradients on the GPU, except for those of the layers that are computed, if so many layers'
+    backward is not over."""
+    share, whole = size.parameters // setup.num_ranks, size.parameters // setup.tensor_ranks
+    before = gradient_bytes(setup.sharding, whole, share, setup.micro_steps)
+    if setup.sharding == "zero3":
+        return before
+    if before and setup.sharding == "fsdp2_synced":  # room for these is there from the first micro-step on
+        return 0 if setup.state_on_host else before
+    over = (size.parameters - size.embedding_parameters) * (size.num_layers - layers_left) // max(1, size.num_layers)
+    summed = 0 if setup.state_on_host else SINGLE_BYTES * (over // setup.num_ranks)
+    return summed + (before - HALF_BYTES * (over // setup.tensor_ranks) if before else 0)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Returns the bytes of a pinned tensor, which torch rounds up to a power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def _host_kept_bytes(size: DecoderSize, setup: TrainingSetup, rank_tokens: int) -> int:
+    """Returns the bytes on the host of what all layers keep, in pieces."""
+    if setup.checkpointing != "offloaded":
+        return 0
+    total = 0
+    for layer in size.layers:
+        for token_bytes in layer.kept_tensors(size.hidden_size, True, setup.tensor_ranks):
+            pieces, rest = divmod(round(rank_tokens * token_bytes), PIECE_BYTES)
+            total += layer.count * (pieces * PIECE_BYTES + pinned_bytes(rest))
+    return total
+
+
+def _pinned_weight_bytes(size: DecoderSize, num_ranks: int) -> int:
+    """Returns the bytes on the host of a rank's weights and their gradients, each part of a matrix on its own."""
+    matrices = list(size.matrices())
+    vectors = max(0, size.parameters - sum(matrices))
+    parts = [SINGLE_BYTES * -(-weights // num_ranks) for weights in matrices]
+    return 2 * (sum(map(pinned_bytes, parts)) + SINGLE_BYTES * (vectors // num_ranks))
+
+
+def shardings(micro_steps: int, whole_documents: bool, state_on_host: bool = False) -> list[Sharding]:
     """Returns the ways to shard weights that a training can use: `sync_each_batch` matters if micro-steps are
-    accumulated, and ZeRO-3 cannot train models whose documents stay whole."""
-    ways: dict[Sharding, bool] = {"fsdp2": True, "fsdp2_synced": micro_steps > 1, "zero3": not whole_documents}
+    accumulated, and ZeRO-3 cannot train models whose documents stay whole. With its state on the host it is not
+    estimated."""
+    is_zero = not whole_documents and not state_on_host
+    ways: dict[Sharding, bool] = {"fsdp2": True, "fsdp2_synced": micro_steps > 1, "zero3": is_zero}
     return [way for way, is_there in ways.items() if is_there]
 
 
@@ -358,27 +382,3 @@ def gradient_bytes(way: Sharding | Literal["zero2", "ddp"], parameters: int, sha
         "ddp": SINGLE_BYTES * parameters,
     }
     return kept[way]
-
-
-def largest_tokens(
-    size: DecoderSize,
-    setup: TrainingSetup,
-    rank_tokens: int,
-    received_bytes: int,
-    room_bytes: float,
-    choices: Sequence[int],
-    state_bytes: int = 0,
-) -> int:
-    """Returns the largest of some numbers of tokens per rank that fits a GPU; 0 if none fits.
-
-    Args:
-        size, setup, rank_tokens, received_bytes, state_bytes: see `estimate_memory`; received bytes grow with the
-            tokens, states do not.
-        room_bytes: bytes that torch may allocate.
-    """
-
-    def total(tokens: int) -> int:
-        received = received_bytes * tokens // max(1, rank_tokens)
-        return estimate_memory(size, setup, tokens, received, state_bytes=state_bytes).total
-
-    return max((tokens for tokens in choices if total(tokens) <= room_bytes), default=0)

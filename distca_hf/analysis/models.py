@@ -4,12 +4,12 @@ read without Transformers. `find_model` reads all others."""
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from distca_hf.analysis.memory import DecoderSize, LayerSize
+from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize
 from distca_hf.analysis.states import StateSize
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, TokenBytes
@@ -20,8 +20,6 @@ from distca_hf.whole_file import read_at_most
 
 # The model of all measured tables (docs/will-it-help.md).
 DEFAULT_MODEL = "llama3-8b"
-# Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
-MLP_MATRICES = 3
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class ModelSize:
         layer_parameters: weights of all layers that one token passes; of experts only those that it is sent to.
         embedding_parameters: weights of the embedding, and of the head if it has its own weights.
         of_layers: the same layer by layer, if layers were counted; by default all are alike.
+        norms_heads: whether queries and keys pass norms before attention.
     """
 
     layers: int
@@ -42,6 +41,7 @@ class ModelSize:
     layer_parameters: int
     embedding_parameters: int
     of_layers: DecoderSize | None = None
+    norms_heads: bool = False
 
     @classmethod
     def of_gated_layers(
@@ -92,7 +92,8 @@ class ModelSize:
         """Returns the sizes that memory depends on."""
         if self.of_layers is not None:
             return self.of_layers
-        layer = LayerSize(self.layers, self.largest_layer_parameters, self.mlp_size(heads), heads)
+        of_layer = self.layers, self.largest_layer_parameters, self.mlp_size(heads), heads
+        layer = LayerSize(*of_layer, norms_heads=self.norms_heads)
         return DecoderSize(self.hidden_size, self.vocabulary, self.parameters, self.embedding_parameters, (layer,))
 
 
@@ -202,6 +203,7 @@ def llama_shape(
     sizes: tuple[int, int, int, int],
     tied: bool = False,
     experts: tuple[int, int] = (1, 1),
+    norms_heads: bool = False,
 ) -> ModelShape:
     """Returns the shape of a model of gated layers from the values of its config.json, in bfloat16.
 
@@ -210,10 +212,12 @@ def llama_shape(
         sizes: num_hidden_layers, hidden_size, intermediate_size (of an expert), vocab_size.
         tied: tie_word_embeddings.
         experts: number of experts of a layer, and number that a token is sent to.
+        norms_heads: see `ModelSize`.
     """
     query, key_value, dim = heads
     shape = Heads.of_config({"num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": dim})
-    return ModelShape(name, shape, size=ModelSize.of_gated_layers(shape, *sizes, tied, *experts))
+    size = ModelSize.of_gated_layers(shape, *sizes, tied, *experts)
+    return ModelShape(name, shape, size=replace(size, norms_heads=norms_heads))
 
 
 # Public models, by the numbers of their config.json: query heads, KV heads and head dimension; layers, hidden size,
@@ -230,14 +234,14 @@ PRESETS = {
         llama_shape("mixtral-8x7b", (32, 8, 128), (32, 4096, 14336, 32000), experts=(8, 2)),
         llama_shape("qwen2.5-7b", (28, 4, 128), (28, 3584, 18944, 152064)),
         llama_shape("qwen2.5-72b", (64, 8, 128), (80, 8192, 29568, 152064)),
-        llama_shape("qwen3-0.6b", (16, 8, 128), (28, 1024, 3072, 151936), tied=True),
-        llama_shape("qwen3-1.7b", (16, 8, 128), (28, 2048, 6144, 151936), tied=True),
-        llama_shape("qwen3-4b", (32, 8, 128), (36, 2560, 9728, 151936), tied=True),
-        llama_shape("qwen3-8b", (32, 8, 128), (36, 4096, 12288, 151936)),
-        llama_shape("qwen3-14b", (40, 8, 128), (40, 5120, 17408, 151936)),
-        llama_shape("qwen3-32b", (64, 8, 128), (64, 5120, 25600, 151936)),
-        llama_shape("qwen3-30b-a3b", (32, 4, 128), (48, 2048, 768, 151936), experts=(128, 8)),
-        llama_shape("qwen3-235b-a22b", (64, 4, 128), (94, 4096, 1536, 151936), experts=(128, 8)),
+        llama_shape("qwen3-0.6b", (16, 8, 128), (28, 1024, 3072, 151936), tied=True, norms_heads=True),
+        llama_shape("qwen3-1.7b", (16, 8, 128), (28, 2048, 6144, 151936), tied=True, norms_heads=True),
+        llama_shape("qwen3-4b", (32, 8, 128), (36, 2560, 9728, 151936), tied=True, norms_heads=True),
+        llama_shape("qwen3-8b", (32, 8, 128), (36, 4096, 12288, 151936), norms_heads=True),
+        llama_shape("qwen3-14b", (40, 8, 128), (40, 5120, 17408, 151936), norms_heads=True),
+        llama_shape("qwen3-32b", (64, 8, 128), (64, 5120, 25600, 151936), norms_heads=True),
+        llama_shape("qwen3-30b-a3b", (32, 4, 128), (48, 2048, 768, 151936), experts=(128, 8), norms_heads=True),
+        llama_shape("qwen3-235b-a22b", (64, 4, 128), (94, 4096, 1536, 151936), experts=(128, 8), norms_heads=True),
     )
 }
 

@@ -18,10 +18,23 @@ _Chunks = Annotated[
 _Checkpointing = Annotated[
     str,
     typer.Option(
-        help="activation checkpointing, for estimates: saved (layers keep inputs and attention outputs), recomputed "
-        "(only inputs) or none (everything)"
+        help="activation checkpointing, for estimates: saved (layers keep inputs and attention outputs), offloaded "
+        "(the same, in host memory), recomputed (only inputs) or none (everything)"
     ),
 ]
+_MlpTokens = Annotated[int, typer.Option(help="MLPs run on so many tokens at a time (mlp_tokens); 0: on all at once")]
+_OffloadParams = Annotated[
+    bool,
+    typer.Option(
+        "--offload-params",
+        help="weights, gradients and AdamW's state are in host memory (fsdp_offload_params); estimated for FSDP2 only",
+    ),
+]
+_HostGib = Annotated[
+    float | None,
+    typer.Option(help="host memory of a node that may be pinned, in GiB; by default as much as is needed"),
+]
+_RanksPerNode = Annotated[int, typer.Option(help="ranks that share a node")]
 _Liger = Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")]
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
@@ -52,7 +65,7 @@ class PlanOptions:
         int | None,
         typer.Option(help="with --batch-size: cut longer rows to this many tokens (max_length); by default none"),
     ] = None
-    ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8
+    ranks_per_node: _RanksPerNode = 8
     micro_steps: _MicroSteps = 1
     pipeline: Annotated[
         int | None,
@@ -87,6 +100,9 @@ class PlanOptions:
     ] = None
     checkpointing: _Checkpointing = "saved"
     liger: _Liger = False
+    mlp_tokens: _MlpTokens = 0
+    offload_params: _OffloadParams = False
+    host_gib: _HostGib = None
     cluster: Annotated[
         str, typer.Option(help="GPUs whose measured times speed follows from, as for distca simulate")
     ] = DEFAULT_PROFILE
@@ -122,8 +138,12 @@ class CheckOptions:
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 16_384
     gpus: Annotated[int, typer.Option(help="GPUs that share weights")] = 8
     gpu: Annotated[str, typer.Option(help="their kind: h200, h100, b200, a100, l40s, rtx4090, ..., or cpu")] = "h200"
+    ranks_per_node: _RanksPerNode = 8
     checkpointing: _Checkpointing = "saved"
     liger: _Liger = False
+    mlp_tokens: _MlpTokens = 0
+    offload_params: _OffloadParams = False
+    host_gib: _HostGib = None
     micro_steps: _MicroSteps = 1
     numerics: Annotated[
         bool,
@@ -203,7 +223,7 @@ class SimulateOptions:
         str,
         typer.Option(
             help="activation checkpointing: saved (distca keeps attention outputs, other ways recompute them), "
-            "recomputed (all ways recompute them) or none"
+            "offloaded (the same, in host memory, as fast), recomputed (all ways recompute them) or none"
         ),
     ] = "saved"
     liger: Annotated[bool, typer.Option("--liger", help="with Liger's kernels and loss")] = False

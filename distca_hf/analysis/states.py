@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distca_hf.analysis.memory import HALF_BYTES, SINGLE_BYTES
+from distca_hf.analysis.decoder_size import HALF_BYTES, SINGLE_BYTES
 from distca_hf.layout import Layout
 from distca_hf.planning.folds import MOST_HEADS, Fold, cheaper
 from distca_hf.planning.fragments import Fragments

@@ -14,6 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from distca_hf.analysis.fit import Room
 from distca_hf.analysis.lengths import DocumentLengths, read_lengths
 from distca_hf.analysis.memory import GIB, SHARDING_NAMES, Memory, Sharding, gradient_bytes
 from distca_hf.analysis.simulate.result import Result
@@ -104,6 +105,7 @@ def print_json(content: Mapping[str, object]) -> None:
 # Ways of activation checkpointing, as text.
 CHECKPOINTING = {
     "saved": "layers checkpointed, attention's outputs kept",
+    "offloaded": "layers checkpointed, their inputs and attention's outputs on the host",
     "recomputed": "layers checkpointed, attention computed twice",
     "none": "no activation checkpointing",
 }
@@ -123,8 +125,8 @@ def plain_table(*columns: str) -> Table:
     return table
 
 
-def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room_bytes: float) -> Table:
-    """Returns the table of GiB per GPU, by part and by way to shard weights.
+def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room: Room, num_ranks: int) -> Table:
+    """Returns the table of GiB per GPU, by part and by way to shard weights, and of a node's host if it has any.
 
     Args:
         parts: text for the fields that are shown.
@@ -133,9 +135,35 @@ def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room
     for part, words in parts.items():
         table.add_row(words, *(in_gib(getattr(memory, part)) for memory in ways.values()))
     table.add_row("peak", *(in_gib(memory.total) for memory in ways.values()))
-    fits = ("yes" if memory.total <= room_bytes else "no" for memory in ways.values())
-    table.add_row(f"fits in {in_gib(room_bytes)}", *fits)
+    fits = ("yes" if memory.total <= room.gpu_bytes else "no" for memory in ways.values())
+    table.add_row(f"fits in {in_gib(room.gpu_bytes)}", *fits)
+    if any(memory.host for memory in ways.values()):
+        nodes = [room.node_bytes(memory, num_ranks) for memory in ways.values()]
+        gpus = counted(min(num_ranks, room.ranks_per_node), "GPU")
+        table.add_row(f"on the host of a node ({gpus})", *map(in_gib, nodes))
+        if room.host_gib is not None:
+            host_bytes = room.host_gib * GIB
+            table.add_row(f"fits in {in_gib(host_bytes)}", *("yes" if node <= host_bytes else "no" for node in nodes))
     return table
+
+
+def in_tiles(mlp_tokens: int) -> str:
+    """Returns the tokens on which MLPs run at a time, as a part of a sentence; empty if they run on all at once."""
+    return f"MLPs on {counted(mlp_tokens, 'token')} at a time (--mlp-tokens); " if mlp_tokens else ""
+
+
+def of_host(ways: Mapping[Sharding, Memory], state_on_host: bool) -> str:
+    """Returns what waits on the host of a GPU, as text; empty if nothing does."""
+    words = ""
+    memory = ways["fsdp2"]
+    if memory.host:
+        words = (
+            f" On the host, for each GPU: {in_gib(memory.host_kept)} GiB of activations, {in_gib(memory.host_state)} "
+            "of weights, gradients and AdamW; processes and data are not counted."
+        )
+    if state_on_host:
+        words += " With --offload-params ZeRO-3 is not estimated."
+    return words
 
 
 def ways_table(simulated: Result) -> Table:

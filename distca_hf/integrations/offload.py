@@ -43,8 +43,8 @@ class _Copying:
         if self._x._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._x.shape)}, input or attention output of a checkpointed layer, was "
-                "changed in place while it was copied to the host; change a copy of it, or leave it on the device with "
-                "checkpointed_attention='save'"
+                "changed in place while it was copied to the host; change a copy of it, or leave it on the device "
+                "with checkpointed_attention='save'"
             )
 
     def __del__(self) -> None:

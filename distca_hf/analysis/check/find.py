@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.trial import Make
+from distca_hf.analysis.decoder_size import MLP_MATRICES
 from distca_hf.analysis.models import (
     CONFIG_FILE,
-    MLP_MATRICES,
     PRESETS,
     attention_parameters,
     content_of,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from datasets.utils.logging import disable_progress_bar
@@ -19,85 +18,32 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from distca_hf.analysis.check.find import Candidate, find_candidate
+from distca_hf.analysis.check.job import MOST_TOKENS, Job, JobMemory, memory_of
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
-from distca_hf.analysis.memory import (
-    GIB,
-    USABLE_SHARE,
-    DecoderSize,
-    Memory,
-    Sharding,
-    TrainingSetup,
-    check_checkpointing,
-    estimate_memory,
-    largest_tokens,
-    shardings,
-)
+from distca_hf.analysis.decoder_size import DecoderSize
+from distca_hf.analysis.memory import USABLE_SHARE, Memory, Sharding
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
-from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
-from distca_hf.analysis.states import StateSize, state_size_of
+from distca_hf.analysis.states import state_size_of
 from distca_hf.analysis.tables import (
     CHECKPOINTING,
     Terminal,
     accumulation,
     block,
     counted,
+    in_tiles,
     memory_table,
+    of_host,
     plain_table,
     print_json,
 )
-from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.config import DistCAConfig
 from distca_hf.flops import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
-from distca_hf.layout import MAX_DOCUMENT_TOKENS
-from distca_hf.planning.transfers import received_bytes
 from distca_hf.telemetry import get_logger
 
 
 WORKS, REFUSED = 0, 1
-# Step and maximum of the numbers of tokens per rank to try.
-TOKENS_STEP, MOST_TOKENS = 1024, 1 << 20
-
-
-@dataclass(frozen=True)
-class Job:
-    """The training that a model is checked for.
-
-    Attributes:
-        gpu: of each rank.
-        num_ranks: GPUs that share weights.
-        tokens_per_rank: tokens that each holds in a micro-step.
-        checkpointing, liger, micro_steps: see `memory.TrainingSetup`.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
-
-    gpu: Gpu
-    num_ranks: int
-    tokens_per_rank: int
-    checkpointing: Any = "saved"
-    liger: bool = False
-    micro_steps: int = 1
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            ("--gpus", self.num_ranks, MAX_RANKS),
-            ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS // max(1, self.num_ranks)),
-            ("--micro-steps", self.micro_steps, MAX_MICRO_STEPS),
-        )
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that all ranks hold together, which is the longest document."""
-        return self.num_ranks * self.tokens_per_rank
-
-    @property
-    def room_bytes(self) -> float | None:
-        """Bytes that torch may allocate on a GPU; None on a CPU."""
-        return None if self.gpu.gib is None else USABLE_SHARE * self.gpu.gib * GIB
 
 
 @dataclass(frozen=True)
@@ -106,22 +52,24 @@ class CheckAnswer:
 
     Attributes:
         size: numbers of weights; None if they could not be counted.
-        memory: by way to shard weights; empty if it is not known.
-        largest_tokens, with_liger_tokens: most tokens per rank that fit, and with Liger's fused loss; by the same.
+        found: memory of the job.
     """
 
     candidate: Candidate
     job: Job
     verdict: Verdict
     size: DecoderSize | None
-    memory: dict[Sharding, Memory]
-    largest_tokens: dict[Sharding, int]
-    with_liger_tokens: dict[Sharding, int]
+    found: JobMemory
+
+    @property
+    def memory(self) -> dict[Sharding, Memory]:
+        """Memory by way to shard weights; empty if it is not known."""
+        return self.found.of_ways
 
     @property
     def fits(self) -> dict[Sharding, bool]:
-        """Whether the peak of each way is within the room."""
-        return {sharding: memory.total <= (self.job.room_bytes or 0.0) for sharding, memory in self.memory.items()}
+        """Whether each way fits the GPU and the host."""
+        return {way: self.job.room.fits(memory, self.job.num_ranks) for way, memory in self.memory.items()}
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything, with bytes and tokens as whole numbers."""
@@ -147,55 +95,20 @@ class CheckAnswer:
             "micro_steps": job.micro_steps,
             "checkpointing": job.checkpointing,
             "liger": job.liger,
+            "mlp_tokens": job.mlp_tokens,
+            "offload_params": job.state_on_host,
+            "ranks_per_node": job.ranks_per_node,
+            "host_gib": job.host_gib,
             "parameters": None if self.size is None else self.size.parameters,
             "room_bytes": None if job.room_bytes is None else round(job.room_bytes),
             "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
+            "node_bytes": {way: job.room.node_bytes(memory, job.num_ranks) for way, memory in self.memory.items()},
             "fits": self.fits,
-            "largest_tokens_per_rank": self.largest_tokens,
-            "largest_tokens_per_rank_with_liger": self.with_liger_tokens,
+            "advice": self.found.advice or None,
+            "largest_tokens_per_rank": self.found.largest_tokens,
+            "largest_tokens_per_rank_with_liger": self.found.with_liger_tokens,
             "numerics": None if verdict.numerics is None else verdict.numerics.as_json(),
         }
-
-
-def memory_of(
-    job: Job, size: DecoderSize, whole_documents: bool, states: StateSize | None = None
-) -> tuple[dict[Sharding, Memory], dict[Sharding, int], dict[Sharding, int]]:
-    """Estimates memory for each way to shard weights that can train the model, and finds the tokens per rank that fit.
-
-    Keys, values and states of other ranks are from one document that all ranks hold together, planned as training
-    plans it: these are the most that are sent.
-
-    Args:
-        states: sizes of states that mixers exchange; None if there are none, or they are not known.
-
-    Returns:
-        Memory for the job, and the tokens per rank that fit, for the job and with Liger's fused loss.
-    """
-    memory: dict[Sharding, Memory] = {}
-    largest: dict[Sharding, int] = {}
-    with_liger: dict[Sharding, int] = {}
-    if job.room_bytes is None:
-        return memory, largest, with_liger
-    of_layers = [layer.heads for layer in size.layers if layer.heads]
-    received = state_bytes = 0
-    if of_layers and not whole_documents:
-        heads = max(of_layers, key=lambda heads: heads.key_value * (heads.dim + heads.value_dim))
-        planner = PlacedPlanner(DistCAConfig(tokens_per_rank=job.tokens_per_rank), job.num_ranks, heads.groups)
-        plan = planner.plan(np.array([job.capacity_tokens]))
-        received = int(received_bytes(plan, heads.token_bytes()).max())
-        state_bytes = 0 if states is None else states.mixers * states.most_bytes(plan.layout)
-    for sharding in shardings(job.micro_steps, whole_documents):
-        for liger in {job.liger, True}:
-            trained = job.num_ranks, sharding, job.checkpointing, liger
-            setup = TrainingSetup(*trained, micro_steps=job.micro_steps)
-            choices = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
-            of_rank = size, setup, job.tokens_per_rank, received
-            most = largest_tokens(*of_rank, job.room_bytes, choices, state_bytes)
-            if liger == job.liger:
-                memory[sharding], largest[sharding] = estimate_memory(*of_rank, state_bytes=state_bytes), most
-            if liger:
-                with_liger[sharding] = most
-    return memory, largest, with_liger
 
 
 def run_check(options: CheckOptions) -> int:
@@ -205,7 +118,6 @@ def run_check(options: CheckOptions) -> int:
     Raises:
         ConfigError: an option or the model is wrong.
     """
-    check_checkpointing(options.checkpointing)
     job = Job(
         find_gpu(options.gpu),
         options.gpus,
@@ -213,6 +125,10 @@ def run_check(options: CheckOptions) -> int:
         options.checkpointing,
         options.liger,
         options.micro_steps,
+        options.mlp_tokens,
+        options.offload_params,
+        options.host_gib,
+        options.ranks_per_node,
     )
     with _quiet():
         candidate = find_candidate(options.model, options.trust_remote_code)
@@ -236,8 +152,8 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
     if states is None and any(kind.mixer for kind in verdict.kinds) and not verdict.whole_documents:
         unknown = "the size of states that travel between ranks is not known, and left out of the memory"
         verdict = replace(verdict, notes=(*verdict.notes, unknown))
-    of_ways = ({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
-    return CheckAnswer(candidate, job, verdict, size, *of_ways)
+    found = JobMemory({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
+    return CheckAnswer(candidate, job, verdict, size, found)
 
 
 def judge_quietly(
@@ -273,7 +189,7 @@ HEADS = "Heads: query heads / KV heads, of so many numbers each."
 PARTS = {
     "parameters": "weights: a rank's share",
     "optimizer": "AdamW: a rank's share",
-    "gradients": "gradients before the last backward",
+    "gradients": "gradients that are summed",
     "gathered": "gathered weights, their gradients",
     "kept": "activations kept until backward",
     "layer": "one layer in backward",
@@ -351,23 +267,26 @@ def _kernels(answer: CheckAnswer) -> RenderableType:
 
 
 def _memory(answer: CheckAnswer) -> RenderableType:
-    """Returns the table of GiB per GPU by part, and the tokens per rank that fit."""
+    """Returns the table of GiB per GPU by part, GiB on the host, the tokens per rank that fit, and what would make the
+    job fit."""
     job, of_ways = answer.job, answer.memory.values()
     parts = {part: words for part, words in PARTS.items() if any(getattr(memory, part) for memory in of_ways)}
-    table = memory_table(answer.memory, parts, job.room_bytes or 0)
-    table.add_row("largest tokens per rank", *map(_tokens, answer.largest_tokens.values()))
+    table = memory_table(answer.memory, parts, job.room, job.num_ranks)
+    table.add_row("largest tokens per rank", *map(_tokens, answer.found.largest_tokens.values()))
     if not job.liger:
-        table.add_row("the same with --liger", *map(_tokens, answer.with_liger_tokens.values()))
+        table.add_row("the same with --liger", *map(_tokens, answer.found.with_liger_tokens.values()))
     document = "" if answer.verdict.whole_documents else ", one document of all of them"
     words = (
         f"Estimated for {counted(job.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "
         f"all weights trained in fp32 with AdamW, computed in bf16; {CHECKPOINTING[job.checkpointing]} "
-        f"(--checkpointing); {'with' if job.liger else 'without'} Liger's kernels and loss; {USABLE_SHARE:.0%} of "
-        f"{job.gpu.gib:g} GiB may be used."
+        f"(--checkpointing); {in_tiles(job.mlp_tokens)}{'with' if job.liger else 'without'} Liger's kernels and loss; "
+        f"{USABLE_SHARE:.0%} of {job.gpu.gib:g} GiB may be used."
     ).replace("%", " %")
+    words += of_host(answer.memory, job.state_on_host)
     parameters = 0 if answer.size is None else answer.size.parameters
     words += accumulation(parameters, job.num_ranks, job.micro_steps)
-    return block("GiB per GPU, estimated", table, words)
+    unfit = [f"Does not fit: {answer.found.advice}."] if answer.found.advice else []
+    return block("GiB per GPU, estimated", table, words, *unfit)
 
 
 def _tokens(tokens: int) -> str:

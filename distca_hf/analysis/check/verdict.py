@@ -8,7 +8,7 @@ first forward pass, and a class that mixes tokens in a way that its structure do
 
 import inspect
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -20,8 +20,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 from distca_hf.analysis.check.find import DEFAULT_SIZES, Candidate
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
 from distca_hf.analysis.check.trial import Numerics, TinyModel, compare, step_alone
-from distca_hf.analysis.memory import DecoderSize, LayerSize
-from distca_hf.analysis.models import MLP_MATRICES
+from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.flops import Gpu
@@ -111,14 +110,15 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
     attention = attention_layers(model)
     counted: Counter[LayerSize] = Counter()
     for name, kind in zip(names, kinds, strict=True):
-        of_attention = sum(_numbers(module) for inside, module in attention.items() if inside.startswith(f"{name}."))
+        attends = [module for inside, module in attention.items() if inside.startswith(f"{name}.")]
         # A token passes the experts that it is sent to, or all if the model does not give their number.
         passed = 0.0
         for inside, parameter in modules[name].named_parameters():
             share = share_of(f"{name}.{inside}", shares)
             passed += prod(parameter.shape) * (1.0 if share is None else share)
-        mlp_size = max(0.0, passed - of_attention) / (MLP_MATRICES * hidden_size)
-        counted[LayerSize(1, _numbers(modules[name]), mlp_size, kind.heads, kind.mask.window_tokens)] += 1
+        mlp_size = max(0.0, passed - sum(map(_numbers, attends))) / (MLP_MATRICES * hidden_size)
+        of_kind = kind.heads, kind.mask.window_tokens, any(hasattr(module, "q_norm") for module in attends)
+        counted[LayerSize(1, _numbers(modules[name]), mlp_size, *of_kind)] += 1
     in_layers = {weight for name in names for weight in modules[name].parameters()}
     elsewhere = in_layers | set(weights_beside_text(model).values())
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -127,10 +127,7 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
         vocabulary=0 if head is None else int(head.shape[0]),
         parameters=_numbers(model),
         embedding_parameters=sum(weight.numel() for weight in model.parameters() if weight not in elsewhere),
-        layers=tuple(
-            LayerSize(count, layer.parameters, layer.mlp_size, layer.heads, layer.window_tokens)
-            for layer, count in counted.items()
-        ),
+        layers=tuple(replace(layer, count=count) for layer, count in counted.items()),
     )
 
 

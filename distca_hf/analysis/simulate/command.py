@@ -127,6 +127,8 @@ def _assumptions(
     request = requests[0]
     kept = {
         "saved": "layers are checkpointed; distca keeps attention outputs, by default",
+        "offloaded": "layers are checkpointed; distca keeps their inputs and attention outputs on the host; "
+        "copies take no time",
         "recomputed": "layers are checkpointed, and attention is recomputed in every way",
         "none": "no activation checkpointing",
     }[request.checkpointing]

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.analysis.memory import HALF_BYTES
+from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes
 from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes, prefix_surface, square_curve

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from distca_hf.analysis.memory import HALF_BYTES
+from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import Costs, Passes, Tiles
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes

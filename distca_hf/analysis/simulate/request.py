@@ -6,14 +6,14 @@ from functools import cached_property
 
 import numpy as np
 
+from distca_hf.analysis.fit import RankLoad, Room, check_host_options
 from distca_hf.analysis.memory import (
     GIB,
+    USABLE_SHARE,
     Checkpointing,
-    Memory,
     Sharding,
     TrainingSetup,
     check_checkpointing,
-    estimate_memory,
 )
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
@@ -59,6 +59,8 @@ class SimulationRequest:
             the last one, and each GPU keeps whole gradients until then.
         staged_micro_batches: micro-batches of an optimizer step in the stages; by default one for every stage in each
             of `accumulation` micro-steps.
+        mlp_tokens, state_on_host: see `TrainingSetup`; for memory only, times are as without.
+        host_gib: see `Room`.
 
     Raises:
         ConfigError: a number is out of range, or numbers do not fit together.
@@ -80,6 +82,9 @@ class SimulationRequest:
     sync_each_batch: bool = False
     batch_size: int | None = None
     staged_micro_batches: int | None = None
+    mlp_tokens: int = 0
+    state_on_host: bool = False
+    host_gib: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -94,6 +99,7 @@ class SimulationRequest:
             ("--batch-size", 1 if self.batch_size is None else self.batch_size, MAX_BATCH_SIZE),
         )
         check_checkpointing(self.checkpointing)
+        check_host_options(self.mlp_tokens, self.host_gib)
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} must be at least 0")
         if not 0 < self.gpu_gib <= MOST_GPU_GIB:
@@ -316,9 +322,9 @@ class SimulationRequest:
         return [np.concatenate([step[number] for number in numbers]) for numbers in joined]
 
     @property
-    def room_bytes(self) -> float:
-        """Bytes of a GPU."""
-        return self.gpu_gib * GIB
+    def room(self) -> Room:
+        """Memory of a GPU that torch may allocate, and of its node."""
+        return Room(USABLE_SHARE * self.gpu_gib * GIB, self.host_gib, self.ranks_per_node)
 
     def setup(
         self, sharding: Sharding, checkpointing: Checkpointing | None = None, keeps_keys: bool = True, servers: int = 0
@@ -338,12 +344,12 @@ class SimulationRequest:
             kv_budget_bytes=self.planner.config.kv_budget_gib * GIB if keeps_keys else 0.0,
             tensor_ranks=self.tensor_ranks,
             micro_steps=self.accumulation,
+            mlp_tokens=self.mlp_tokens,
+            state_on_host=self.state_on_host,
         )
 
-    def memory(
-        self, setup: TrainingSetup, tokens: int, received_bytes: int, head_tokens: int = 0, state_bytes: int = 0
-    ) -> Memory:
-        """Returns the peak of the rank with most tokens; see `estimate_memory`. Bytes of states are of one mixer."""
+    def rank_load(self, tokens: int, received_bytes: int, head_tokens: int = 0, state_bytes: int = 0) -> RankLoad:
+        """Returns what the rank with most tokens holds; see `estimate_memory`. Bytes of states are of one mixer."""
         size, states = self.model.size.decoder(self.model.heads), self.model.state_size
         of_mixers = 0 if states is None else states.mixers * state_bytes
-        return estimate_memory(size, setup, tokens, received_bytes, head_tokens, of_mixers)
+        return RankLoad(size, tokens, received_bytes, head_tokens, of_mixers)

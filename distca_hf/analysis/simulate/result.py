@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.memory import USABLE_SHARE, Sharding
+from distca_hf.analysis.memory import Sharding, saves_attention
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate.load import Step, Way
@@ -45,6 +45,7 @@ class WayFigures:
         received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
         most_tokens: most tokens that layers of a GPU compute in a micro-step.
         state_bytes: as `received_bytes`, of a mixer.
+        most_head_tokens: most tokens that a head computes.
     """
 
     key: str
@@ -64,6 +65,7 @@ class WayFigures:
     received_bytes: int
     most_tokens: int
     state_bytes: int = 0
+    most_head_tokens: int = 0
 
     def gain_over(self, other: "WayFigures") -> float:
         """Returns how many times as fast this way is as another one."""
@@ -230,7 +232,7 @@ def make_result(
                 rate,
                 None if peak is None else useful / (seconds * request.gpus * peak),
                 memory,
-                memory <= USABLE_SHARE * request.room_bytes,
+                memory <= request.room.gpu_bytes,
                 token_budget / rate * request.gpus / SECONDS_OF_AN_HOUR,
                 float(plain.mean()) / seconds,
                 bool((left_out <= NEARLY_NOTHING * of_all).all()),
@@ -239,6 +241,7 @@ def make_result(
                 int(max(one.received_bytes for one in of_steps)),
                 max(one.most_tokens for one in of_steps),
                 max(one.state_bytes for one in of_steps),
+                max(one.most_head_tokens for one in of_steps),
             )
         )
     families = {way.key: way.family for way in simulation.ways()}
@@ -275,14 +278,14 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: Sequence[WayStep]) ->
     """Returns the most bytes that a GPU needs. Only our ways keep rows of other ranks, and attention's outputs."""
     request = simulation.request
     checkpointing = request.checkpointing
-    if checkpointing == "saved" and (not way.is_ours or way.key == "placed_recomputed"):
+    if saves_attention(checkpointing) and (not way.is_ours or way.key == "placed_recomputed"):
         checkpointing = "recomputed"
     sharding: Sharding = "fsdp2_synced" if request.sync_each_batch else "fsdp2"
     setup = request.setup(sharding, checkpointing, way.is_ours, way.servers)
     tokens, received = max(one.most_tokens for one in steps), int(max(one.received_bytes for one in steps))
     if not way.in_stages:
         head_tokens, states = max(one.most_head_tokens for one in steps), max(one.state_bytes for one in steps)
-        return request.memory(setup, tokens, received, head_tokens, states).total
+        return request.rank_load(tokens, received, head_tokens, states).memory(setup).total
     assert request.pipeline is not None
     setup = replace(setup, num_ranks=request.gpus // request.num_stages, micro_steps=1)
     size = request.model.size.decoder(request.model.heads)

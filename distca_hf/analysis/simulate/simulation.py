@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca_hf.analysis.memory import saves_attention
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import plan_step
@@ -112,7 +113,7 @@ class Simulation:
         if self._has_servers:
             served = partial(Way, servers=request.num_servers, costly=True, is_ours=True)
             each.append(served("servers", "distca, with servers", self._served))
-        if request.checkpointing == "saved":
+        if self._saves:
             again = partial(self._placed, saves=False)
             each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, costly=True))
         each.append(Way("placed", "distca, placed", partial(self._placed, saves=self._saves), is_ours=True))
@@ -133,7 +134,7 @@ class Simulation:
 
     @property
     def _saves(self) -> bool:
-        return self.request.checkpointing == "saved"
+        return saves_attention(self.request.checkpointing)
 
     def _trainers(self, servers: int) -> Cluster:
         """Returns the cluster without its attention servers: the data ranks that hold weights."""

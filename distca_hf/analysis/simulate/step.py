@@ -18,15 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.memory import (
-    HALF_BYTES,
-    SINGLE_BYTES,
-    DecoderSize,
-    Sharding,
-    TrainingSetup,
-    estimate_memory,
-    gradient_bytes,
-)
+from distca_hf.analysis.decoder_size import HALF_BYTES, SINGLE_BYTES, DecoderSize
+from distca_hf.analysis.memory import Sharding, TrainingSetup, estimate_memory, gradient_bytes
 from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import Costs, LayerSeconds
 from distca_hf.analysis.simulate.load import Attention, Load
@@ -301,8 +294,8 @@ class StageMemory:
             layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
         )
         memory = estimate_memory(part, self.setup, self.tokens, self.received_bytes)
-        # Of all layers, not only of the computed one.
-        gathered = GATHERED_BYTES * parameters // self.setup.tensor_ranks
+        # Weights and gradients of all layers, not only of the computed one.
+        gathered = GATHERED_BYTES * parameters // self.setup.tensor_ranks - memory.gradients
         # Outputs wait, too. Waiting inputs are part of what layers keep.
         waiting = held * (is_first - is_last) / pipeline.chunks
         hops = (rooms_for_hops(stage, pipeline, micro_batches) + waiting) * self.tokens * HALF_BYTES * size.hidden_size

@@ -189,7 +189,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "no GPUs": (("llama", "--gpus", "0"), "--gpus 0 must be between 1 and 8192"),
     "no tokens": (("llama", "--tokens-per-rank", "0"), "--tokens-per-rank 0 must be"),
     "too many tokens": (("llama", "--gpus", "8192", "--tokens-per-rank", "2000000"), "--tokens-per-rank 2000000 must"),
-    "checkpointing": (("llama", "--checkpointing", "some"), "must be one of saved, recomputed, none"),
+    "checkpointing": (("llama", "--checkpointing", "some"), "must be one of saved, offloaded, recomputed, none"),
     "defaults that do not build": (("nemotron",), "default sizes need not go together: give a config.json"),
 }
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from distca_hf.analysis.memory import DecoderSize, LayerSize, Memory, TrainingSetup, estimate_memory, largest_tokens
+from distca_hf.analysis.decoder_size import DecoderSize, LayerSize
+from distca_hf.analysis.fit import RankLoad, Room, largest_tokens
+from distca_hf.analysis.memory import Memory, TrainingSetup, estimate_memory
 from distca_hf.analysis.models import ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
 from support.commands import REPOSITORY
@@ -152,6 +154,7 @@ def test_the_largest_tokens_that_fit_are_found() -> None:
     def total(tokens: int) -> int:
         return estimate_memory(LLAMA, setup, tokens, 1000 * tokens // 65536).total
 
-    largest = largest_tokens(LLAMA, setup, 65536, 1000, 72 * 2**30, steps)
+    load = RankLoad(LLAMA, 65536, 1000)
+    largest = largest_tokens(load, setup, Room(72 * 2**30), steps)
     assert total(largest) <= 72 * 2**30 < total(largest + 1024)
-    assert largest_tokens(LLAMA, setup, 65536, 1000, 2**30, steps) == 0
+    assert largest_tokens(load, setup, Room(2**30), steps) == 0

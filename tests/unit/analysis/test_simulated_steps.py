@@ -611,7 +611,7 @@ def test_processes_and_one_process_agree(monkeypatch: pytest.MonkeyPatch) -> Non
         ),
         ({"tensor_ranks": 3}, "--tensor 3 must divide --gpus 8"),
         ({"tensor_ranks": 16, "gpus": 16, "ranks_per_node": 16}, "--tensor 16 must divide the 8 KV heads"),
-        ({"checkpointing": "some"}, "--checkpointing some must be one of saved, recomputed, none"),
+        ({"checkpointing": "some"}, "--checkpointing some must be one of saved, offloaded, recomputed, none"),
         ({"gpu_gib": 0.0}, "--gpu-gib 0 must be above 0"),
     ],
 )

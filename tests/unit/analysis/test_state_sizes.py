@@ -115,7 +115,7 @@ def test_plans_and_simulated_steps_and_memory_count_them() -> None:
 
     request = SimulationRequest(SimulatedModel.of(shape), 2, 300, None)
     setup = request.setup("fsdp2")
-    kept = [request.memory(setup, 300, 0, state_bytes=state_bytes).kept for state_bytes in (0, of_layer)]
+    kept = [request.rank_load(300, 0, state_bytes=state_bytes).memory(setup).kept for state_bytes in (0, of_layer)]
     assert kept[1] - kept[0] == 10 * of_layer
 
 

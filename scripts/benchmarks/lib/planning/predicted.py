@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.find_model import read_model
-from distca_hf.analysis.memory import HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes

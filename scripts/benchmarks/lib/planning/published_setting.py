@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.memory import HALF_BYTES
+from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
 from distca_hf.analysis.simulate import ways

@@ -1,0 +1,180 @@
+"""Decoder size: numbers of a model's layers that decide memory, and the bytes of a token in one of them.
+
+`analysis.memory` explains the formulas.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distca_hf.cost import Heads
+
+
+# Bytes of a number in bf16 and in fp32.
+HALF_BYTES, SINGLE_BYTES = 2, 4
+# Bytes of a number that a norm saves, without and with Liger's kernels.
+NORM_BYTES, LIGER_NORM_BYTES = 8, 4
+# Bytes of a token and number of an MLP's width while its backward runs: with Liger's kernels gate, up, their product
+# and a gradient; without, also the activation, and two gradients.
+MLP_BYTES, LIGER_MLP_BYTES = 6 * HALF_BYTES, 4 * HALF_BYTES
+# Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
+MLP_MATRICES = 3
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """The sizes of one kind of decoder layers that decide memory.
+
+    Attributes:
+        count: layers of this kind.
+        parameters: weights of one layer, including all experts.
+        mlp_size: width of a gated MLP with as many weights as a token passes besides attention; of experts only those
+            that it is sent to. A mixer counts as a part of it.
+        heads: heads of attention; None for a layer without attention.
+        window_tokens: the window; None for full attention.
+        norms_heads: whether queries and keys pass norms before attention, as in Qwen3.
+    """
+
+    count: int
+    parameters: int
+    mlp_size: float
+    heads: Heads | None
+    window_tokens: int | None = None
+    norms_heads: bool = False
+
+    def kept_bytes(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> float:
+        """Returns bytes of a token that a checkpointed layer keeps until backward."""
+        return sum(self.kept_tensors(hidden_size, saved, tensor_ranks))
+
+    def kept_tensors(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> tuple[float, ...]:
+        """Returns bytes of a token in each tensor that a checkpointed layer keeps until backward: its input,
+        attention's output and log-sum-exps."""
+        if self.heads is None or not saved:
+            return (HALF_BYTES * hidden_size,)
+        outputs, log_sum_exps = HALF_BYTES * self.heads.query * self.heads.value_dim, SINGLE_BYTES * self.heads.query
+        return HALF_BYTES * hidden_size, outputs / tensor_ranks, log_sum_exps / tensor_ranks
+
+    def computed_bytes(
+        self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int = 1, mlp_share: float = 1.0
+    ) -> float:
+        """Returns bytes of a token that a checkpointed layer holds while its backward runs.
+
+        Args:
+            mlp_share: share of the tokens on which the MLP runs at a time.
+        """
+        of_mlp = mlp_share * self.mlp_bytes(liger, tensor_ranks)
+        return max(
+            self.saved_bytes(hidden_size, saved, liger, tensor_ranks) + of_mlp,
+            self._attention_bytes(hidden_size, saved, liger, tensor_ranks),
+        )
+
+    def mlp_bytes(self, liger: bool, tensor_ranks: int = 1) -> float:
+        """Returns bytes of a token inside the MLP while its backward runs."""
+        return (LIGER_MLP_BYTES if liger else MLP_BYTES) * self.mlp_size / tensor_ranks
+
+    def saved_bytes(self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int = 1) -> float:
+        """Returns bytes of a token in everything else that a recomputed layer saves until the MLP's backward, and in
+        the gradients of the MLP's output and input."""
+        # Liger's: two norms' outputs, and the sum between them.
+        norms = HALF_BYTES * 3 * hidden_size if liger else 2 * NORM_BYTES * hidden_size
+        return self._of_attention(saved, liger, tensor_ranks) + norms + HALF_BYTES * 2 * hidden_size
+
+    def _of_attention(self, saved: bool, liger: bool, tensor_ranks: int) -> float:
+        """Returns bytes of a token in queries, keys and values, in their norms, and in outputs that are recomputed."""
+        total = HALF_BYTES * self._attended_numbers + (0 if saved else self.output_bytes)
+        if self.norms_heads and self.heads is not None:  # their outputs are not saved
+            normed = (self.heads.query + self.heads.key_value) * self.heads.dim
+            total += ((LIGER_NORM_BYTES if liger else NORM_BYTES) - HALF_BYTES) * normed
+        return total / tensor_ranks
+
+    def _attention_bytes(self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int) -> float:
+        """Returns bytes of a token while attention's backward runs: what attention saved, the first norm, the gradient
+        of the sum after attention and of attention's output, and gradients of queries, keys and values, which kernels
+        sum in fp32."""
+        if self.heads is None:
+            return 0.0
+        norm = (HALF_BYTES if liger else NORM_BYTES) * hidden_size
+        output = HALF_BYTES * self.heads.query * self.heads.value_dim
+        gradients = (HALF_BYTES + SINGLE_BYTES) * self._attended_numbers
+        rows = norm + HALF_BYTES * hidden_size + (output + gradients) / tensor_ranks
+        return rows + self._of_attention(saved, liger, tensor_ranks)
+
+    @property
+    def _attended_numbers(self) -> int:
+        """Numbers of a token's queries, keys and values."""
+        if self.heads is None:
+            return 0
+        keys = self.heads.key_value * (self.heads.dim + self.heads.value_dim)
+        return self.heads.query * self.heads.dim + keys
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of a token's attention output, and of the log-sum-exp of each head."""
+        if self.heads is None:
+            return 0
+        return HALF_BYTES * self.heads.query * self.heads.value_dim + SINGLE_BYTES * self.heads.query
+
+    def received_bytes(self, received_bytes: int, tensor_ranks: int = 1) -> int:
+        """Returns bytes of keys and values that a rank receives, if a layer of full attention receives that many: a
+        window needs only its halos, of the document before each of a rank's two parts."""
+        if self.heads is None:
+            return 0
+        if self.window_tokens is None:
+            return received_bytes
+        halo = 2 * (self.window_tokens - 1) * self.heads.token_bytes(HALF_BYTES).key_value
+        return min(received_bytes, halo // tensor_ranks)
+
+    def matrices(self, hidden_size: int) -> Iterator[int]:
+        """Yields the number of weights of each matrix of one layer, as attention and a gated MLP have them."""
+        projections: list[int] = []
+        if self.heads is not None:
+            queries, keys = self.heads.query, self.heads.key_value
+            of_heads = (queries, self.heads.dim), (keys, self.heads.dim), (keys, self.heads.value_dim)
+            projections = [hidden_size * heads * dim for heads, dim in (*of_heads, (queries, self.heads.value_dim))]
+        yield from projections
+        yield from [max(0, self.parameters - sum(projections)) // MLP_MATRICES] * MLP_MATRICES
+
+
+@dataclass(frozen=True)
+class DecoderSize:
+    """Numbers of weights of a model.
+
+    Attributes:
+        hidden_size: numbers of a token's vector between layers.
+        vocabulary: size of the vocabulary; 0 for a model without a head.
+        embedding_parameters: weights outside the layers, which FSDP2 gathers for the whole step: of the embedding, and
+            of the head if it has its own weights.
+    """
+
+    hidden_size: int
+    vocabulary: int
+    parameters: int
+    embedding_parameters: int
+    layers: tuple[LayerSize, ...]
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the last matrix product."""
+        return self.vocabulary * self.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all kinds."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers."""
+        return sum(layer.count * layer.parameters for layer in self.layers)
+
+    @property
+    def largest_layer_parameters(self) -> int:
+        """Weights of the largest layer, including all experts."""
+        return max((layer.parameters for layer in self.layers), default=0)
+
+    def matrices(self) -> Iterator[int]:
+        """Yields the number of weights of each large matrix."""
+        for layer in self.layers:
+            for weights in layer.matrices(self.hidden_size):
+                yield from [weights] * layer.count
+        tables = max(1, round(self.embedding_parameters / self.head_parameters)) if self.vocabulary else 1
+        yield from [self.embedding_parameters // tables] * tables

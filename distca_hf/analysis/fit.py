@@ -1,0 +1,174 @@
+"""Fit: whether a training fits its GPUs and the memory of their nodes, and what would make it fit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from distca_hf.analysis.decoder_size import DecoderSize
+from distca_hf.analysis.memory import GIB, Memory, TrainingSetup, estimate_memory
+from distca_hf.arrays import ceil_div
+from distca_hf.errors import ConfigError
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
+
+
+# Tokens of a tile to suggest: a matrix product of so many rows keeps a GPU as busy as a longer one.
+SUGGESTED_MLP_TOKENS = 8192
+# Most ranks to suggest, as a multiple of the given ones; and fewest tokens of a rank.
+MOST_TIMES_RANKS, FEWEST_TOKENS = 64, 1024
+# Most memory of a node, in GiB.
+MOST_HOST_GIB = 1_000_000
+
+
+def check_host_options(mlp_tokens: int, host_gib: float | None) -> None:
+    """Raises ConfigError if the tokens of a tile, or the memory of a node, are out of range."""
+    if not 0 <= mlp_tokens <= MAX_DOCUMENT_TOKENS:
+        raise ConfigError(f"--mlp-tokens {mlp_tokens} must be between 0 and {MAX_DOCUMENT_TOKENS}")
+    if host_gib is not None and not 0 < host_gib <= MOST_HOST_GIB:
+        raise ConfigError(f"--host-gib {host_gib:g} must be above 0, and at most {MOST_HOST_GIB:,}")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that there is.
+
+    Attributes:
+        gpu_bytes: that torch may allocate on a GPU.
+        host_gib: GiB of a node that may be pinned; None if that is not known, and everything fits.
+        ranks_per_node: GPUs of a node.
+    """
+
+    gpu_bytes: float
+    host_gib: float | None = None
+    ranks_per_node: int = 8
+
+    def node_bytes(self, memory: Memory, num_ranks: int) -> int:
+        """Returns the bytes on the host of all GPUs of a node."""
+        return memory.host * min(num_ranks, self.ranks_per_node)
+
+    def fits(self, memory: Memory, num_ranks: int) -> bool:
+        """Returns whether a GPU and a node have enough memory."""
+        fits_host = self.host_gib is None or self.node_bytes(memory, num_ranks) <= self.host_gib * GIB
+        return memory.total <= self.gpu_bytes and fits_host
+
+    def on_host(self, memory: Memory, num_ranks: int) -> str:
+        """Returns what a node's host needs, and whether that does not fit, as the end of a sentence; empty if that is
+        nothing."""
+        if not memory.host:
+            return ""
+        node_bytes = self.node_bytes(memory, num_ranks)
+        fits = self.host_gib is None or node_bytes <= self.host_gib * GIB
+        needs = f"; the host of a node needs {node_bytes / GIB:,.1f} GiB"
+        return needs if fits else f"{needs}, which does not fit: {self.host_gib:,.1f} may be pinned"
+
+    def lacking(self, memory: Memory, num_ranks: int) -> str:
+        """Returns what does not fit, with both numbers, as text; empty if everything fits."""
+        words = []
+        if memory.total > self.gpu_bytes:
+            words.append(f"a GPU needs {memory.total / GIB:,.1f} GiB, and {self.gpu_bytes / GIB:,.1f} are usable")
+        node_bytes = self.node_bytes(memory, num_ranks)
+        if self.host_gib is not None and node_bytes > self.host_gib * GIB:
+            words.append(
+                f"the host of a node needs {node_bytes / GIB:,.1f} GiB, and {self.host_gib:,.1f} may be pinned "
+                "(--host-gib)"
+            )
+        return "; ".join(words)
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What one rank holds in a micro-step; see `estimate_memory`."""
+
+    size: DecoderSize
+    rank_tokens: int
+    received_bytes: int = 0
+    head_tokens: int = 0
+    state_bytes: int = 0
+
+    def memory(self, setup: TrainingSetup) -> Memory:
+        """Estimates the memory of the rank."""
+        return estimate_memory(
+            self.size, setup, self.rank_tokens, self.received_bytes, self.head_tokens, self.state_bytes
+        )
+
+    def with_tokens(self, rank_tokens: int) -> "RankLoad":
+        """Returns the load with other tokens: received bytes and the head's tokens grow with them, states do not."""
+
+        def scaled(number: int) -> int:
+            return number * rank_tokens // max(1, self.rank_tokens)
+
+        received, head_tokens = scaled(self.received_bytes), scaled(self.head_tokens)
+        return replace(self, rank_tokens=rank_tokens, received_bytes=received, head_tokens=head_tokens)
+
+
+def largest_tokens(load: RankLoad, setup: TrainingSetup, room: Room, choices: Sequence[int]) -> int:
+    """Returns the largest of some numbers of tokens per rank that fits; 0 if none fits."""
+    fitting = (tokens for tokens in choices if room.fits(load.with_tokens(tokens).memory(setup), setup.num_ranks))
+    return max(fitting, default=0)
+
+
+# Before an option that is left out.
+DROPPED = "no "
+# Changes of options, in the order in which they are tried: what a setup needs to have for a change to be one, the new
+# values, and the settings of a training that they stand for. The last two take less of the host.
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "--liger": ({"liger": False}, {"liger": True}, "use_liger_kernel=True"),
+    "--checkpointing offloaded": ({}, {"checkpointing": "offloaded"}, 'checkpointed_attention="offload"'),
+    f"--mlp-tokens {SUGGESTED_MLP_TOKENS}": (
+        {"mlp_tokens": 0},
+        {"mlp_tokens": SUGGESTED_MLP_TOKENS},
+        f"mlp_tokens={SUGGESTED_MLP_TOKENS}",
+    ),
+    "--offload-params": ({"state_on_host": False}, {"state_on_host": True}, "fsdp_offload_params: true"),
+    "--checkpointing saved": (
+        {"checkpointing": "offloaded"},
+        {"checkpointing": "saved"},
+        'checkpointed_attention="save"',
+    ),
+    f"{DROPPED}--offload-params": ({"state_on_host": True}, {"state_on_host": False}, "fsdp_offload_params: false"),
+}
+
+
+def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = True) -> str:
+    """Returns what does not fit and the fewest changes that make it fit, as text; empty if everything fits.
+
+    Args:
+        more_ranks: whether to try more ranks, too, which hold the same tokens together.
+    """
+    lacking = room.lacking(load.memory(setup), setup.num_ranks)
+    if not lacking:
+        return ""
+    for times in (2**power for power in range(MOST_TIMES_RANKS.bit_length() if more_ranks else 1)):
+        tokens, ranks = ceil_div(load.rank_tokens, times), setup.num_ranks * times
+        if times > 1 and tokens < FEWEST_TOKENS:
+            break
+        of_ranks = load.with_tokens(tokens)
+        for options, changed in _changed(replace(setup, num_ranks=ranks)):
+            memory = of_ranks.memory(changed)
+            if room.fits(memory, ranks):
+                given = [option for option in options if not option.startswith(DROPPED)]
+                given += [f"--gpus {ranks} --tokens-per-rank {tokens}"] * (times > 1)
+                dropped = [option.removeprefix(DROPPED) for option in options if option.startswith(DROPPED)]
+                how = [f"with {' '.join(given)}"] * bool(given) + [f"without {' '.join(dropped)}"] * bool(dropped)
+                settings = ", ".join(CHANGES[option][2] for option in options if option in CHANGES)
+                node = room.node_bytes(memory, ranks)
+                return (
+                    f"{lacking}. It fits {' and '.join(how)}{f' ({settings})' if settings else ''}: "
+                    f"{memory.total / GIB:,.1f} GiB on a GPU"
+                    + (f" and {node / GIB:,.1f} on the host of a node" if node else "")
+                )
+    return f"{lacking}. No option makes it fit; take fewer tokens, or GPUs and nodes with more memory"
+
+
+def _changed(setup: TrainingSetup) -> Iterator[tuple[list[str], TrainingSetup]]:
+    """Yields the setup with each choice of changes of different fields, the fewest first; the setup itself, too."""
+    able = [
+        option
+        for option, (before, after, _) in CHANGES.items()
+        if all(getattr(setup, name) == value for name, value in before.items())
+        and any(getattr(setup, name) != value for name, value in after.items())
+    ]
+    for number in range(len(able) + 1):
+        for options in combinations(able, number):
+            changes = {name: value for option in options for name, value in CHANGES[option][1].items()}
+            yield list(options), replace(setup, **changes)
