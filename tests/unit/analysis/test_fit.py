@@ -67,9 +67,9 @@ def test_pinned_memory_is_rounded_up_piece_by_piece() -> None:
 
 
 def test_pieces_are_those_of_training() -> None:
-    from distca_hf.integrations import checkpointing
+    from distca_hf.integrations import offload
 
-    assert checkpointing.PIECE_BYTES == memory.PIECE_BYTES
+    assert offload.PIECE_BYTES == memory.PIECE_BYTES
 
 
 def test_state_on_the_host_takes_16_bytes_of_a_weight_and_what_pinning_adds() -> None:
