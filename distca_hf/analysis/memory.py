@@ -34,9 +34,9 @@ Torch rounds pinned memory up to a power of two: the last piece of a tensor, and
 Transformers' tensor ranks divide heads, MLPs and weights. Hidden states, norms and logits are whole on each of them,
 and the embedding's weights are not gathered in backward.
 
-The memory of CUDA and NCCL, and memory that torch reserves without using it, are left out. So are data and processes on
-the host: a process on an H200 takes 4 GiB. Measured peaks next to these estimates: `docs/benchmarks/training.md`. ZeRO-3, experts and mixers were not
-measured.
+The memory of CUDA and NCCL, and memory that torch reserves without using it, are left out. So are data and processes
+on the host: a process on an H200 takes 4 GiB. Measured peaks next to these estimates: `docs/benchmarks/training.md`.
+ZeRO-3, experts and mixers were not measured.
 """
 
 from dataclasses import dataclass

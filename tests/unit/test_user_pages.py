@@ -5,15 +5,18 @@ import inspect
 import re
 from collections.abc import Iterator
 
+import numpy as np
 import yaml
 
 from distca_hf import errors
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.models import preset
 from distca_hf.batches import meter
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.distributed_check import LOWEST_EXPERTS, LOWEST_TENSOR, LOWEST_WHOLE_EXPERTS
 from distca_hf.integrations.models.weights_check import LOWEST_DIVIDES_AGAIN
+from distca_hf.planning.transfers import received_bytes
 from distca_hf.servers import annex
 from distca_hf.settings import fields_of
 from support.commands import REPOSITORY
@@ -102,21 +105,36 @@ def test_line_of_what_balance_brings_is_that_of_the_code() -> None:
 
 def test_memory_on_the_page_of_sizes_is_estimated() -> None:
     """Keys of other ranks depend on documents, and are left out here: at most `kv_budget_gib` and those of a layer."""
-    head, *rows = [
-        row for row in (DOCS / "sizes.md").read_text().splitlines() if re.match(r"\| (T|[\d,]+|\*.*) \|", row)
-    ]
+    head, *rows = [row for row in (DOCS / "sizes.md").read_text().splitlines() if re.match(r"\| (T|[\d,]+) \|", row)]
     ranks = [int(cell) for cell in re.findall(r"(\d+) GPUs", head)]
-    llama, liger, compared = preset("llama3-8b"), True, 0
+    llama, compared = preset("llama3-8b"), 0
     for row in rows:
         tokens, *cells = (cell.strip() for cell in row.strip("|").split("|"))
-        liger = liger and tokens != "*without*"
         for num_ranks, gib in zip(ranks, cells, strict=False):
             if gib:
-                setup = TrainingSetup(num_ranks, liger=liger)
+                setup = TrainingSetup(num_ranks, liger=True)
                 memory = estimate_memory(llama.size.decoder(llama.heads), setup, int(tokens.replace(",", "")))
                 assert 0 <= float(gib) + 0.5 - memory.total / 2**30 <= 5, row
                 compared += 1
-    assert compared == 32
+    assert compared == 20
+
+
+def test_memory_of_long_contexts_is_estimated() -> None:
+    """Keys of other ranks are those of one document over all of them."""
+    llama, compared = preset("llama3-8b"), 0
+    for row in re.findall(r"\| \d+[KM] \| .*", (DOCS / "long-context.md").read_text()):
+        sizes, *cells = (cell.strip() for cell in row.strip("| ").split("|")[1:])
+        ranks, tokens = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", sizes))
+        plan = PlacedPlanner(DistCAConfig(tokens_per_rank=tokens), ranks, llama.heads.groups).plan(
+            np.array([ranks * tokens])
+        )
+        received = int(received_bytes(plan, llama.token_bytes).max())
+        for on_host, gib in zip((False, True), (cells[:2], cells[2:]), strict=True):
+            setup = TrainingSetup(ranks, "fsdp2", "offloaded", True, mlp_tokens=16_384, state_on_host=on_host)
+            memory = estimate_memory(llama.size.decoder(llama.heads), setup, tokens, received)
+            assert gib == [f"{memory.total / 2**30:.0f}", f"{ranks * memory.host / 2**30:.0f}"], row
+            compared += 1
+    assert compared == 6
 
 
 def test_versions_that_divide_models_are_those_of_the_refusals() -> None:
@@ -151,7 +169,7 @@ def test_readme_leads_to_all_pages_for_users() -> None:
     pages = [next(iter(entry.values())) for entry in users]
     readme = (REPOSITORY / "README.md").read_text()
 
-    assert len(pages) <= 13
+    assert len(pages) <= 14
     assert [page for page in pages[1:] if f"](docs/{page})" not in readme] == []
 
 
