@@ -13,7 +13,7 @@ from distca_hf.cost import Heads
 HALF_BYTES, SINGLE_BYTES = 2, 4
 # Bytes of a number that a norm saves, without and with Liger's kernels.
 NORM_BYTES, LIGER_NORM_BYTES = 8, 4
-# Bytes of a token and number of an MLP's width while its backward runs: with Liger's kernels gate, up, their product
+# Bytes per token and per unit of an MLP's width while its backward runs: with Liger's kernels gate, up, their product
 # and a gradient; without, also the activation, and two gradients.
 MLP_BYTES, LIGER_MLP_BYTES = 6 * HALF_BYTES, 4 * HALF_BYTES
 # Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
@@ -32,6 +32,7 @@ class LayerSize:
         heads: heads of attention; None for a layer without attention.
         window_tokens: the window; None for full attention.
         norms_heads: whether queries and keys pass norms before attention, as in Qwen3.
+        tiles_mlp: whether the MLP can run on some tokens at a time (`mlp_tokens`). Experts and mixers cannot.
     """
 
     count: int
@@ -40,6 +41,7 @@ class LayerSize:
     heads: Heads | None
     window_tokens: int | None = None
     norms_heads: bool = False
+    tiles_mlp: bool = True
 
     def kept_bytes(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> float:
         """Returns bytes of a token that a checkpointed layer keeps until backward."""
@@ -150,6 +152,11 @@ class DecoderSize:
     parameters: int
     embedding_parameters: int
     layers: tuple[LayerSize, ...]
+
+    @property
+    def tiles_mlps(self) -> bool:
+        """Whether any layer's MLP can run on some tokens at a time."""
+        return any(layer.tiles_mlp for layer in self.layers)
 
     @property
     def head_parameters(self) -> int:

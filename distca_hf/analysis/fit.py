@@ -12,8 +12,8 @@ from distca_hf.errors import ConfigError
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 
 
-# Tokens of a tile to suggest: a matrix product of so many rows keeps a GPU as busy as a longer one.
-SUGGESTED_MLP_TOKENS = 8192
+# Tokens of a tile to suggest; tiles of this size were measured (docs/long-context.md).
+SUGGESTED_MLP_TOKENS = 16_384
 # Most ranks to suggest, as a multiple of the given ones; and fewest tokens of a rank.
 MOST_TIMES_RANKS, FEWEST_TOKENS = 64, 1024
 # Most memory of a node, in GiB.
@@ -143,7 +143,10 @@ def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = 
         if times > 1 and tokens < FEWEST_TOKENS:
             break
         of_ranks = load.with_tokens(tokens)
-        for options, changed in _changed(replace(setup, num_ranks=ranks)):
+        if times > 1 and setup.num_ranks > 1:  # a rank of the same document receives all of it but its own tokens
+            others = (1 - 1 / ranks) / (1 - 1 / setup.num_ranks)
+            of_ranks = replace(of_ranks, received_bytes=round(load.received_bytes * others))
+        for options, changed in _changed(replace(setup, num_ranks=ranks), load.size.tiles_mlps):
             memory = of_ranks.memory(changed)
             if room.fits(memory, ranks):
                 given = [option for option in options if not option.startswith(DROPPED)]
@@ -160,13 +163,14 @@ def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = 
     return f"{lacking}. No option makes it fit; take fewer tokens, or GPUs and nodes with more memory"
 
 
-def _changed(setup: TrainingSetup) -> Iterator[tuple[list[str], TrainingSetup]]:
+def _changed(setup: TrainingSetup, tiles_mlps: bool) -> Iterator[tuple[list[str], TrainingSetup]]:
     """Yields the setup with each choice of changes of different fields, the fewest first; the setup itself, too."""
     able = [
         option
         for option, (before, after, _) in CHANGES.items()
         if all(getattr(setup, name) == value for name, value in before.items())
         and any(getattr(setup, name) != value for name, value in after.items())
+        and (tiles_mlps or "mlp_tokens" not in after)
     ]
     for number in range(len(able) + 1):
         for options in combinations(able, number):

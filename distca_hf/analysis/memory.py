@@ -169,7 +169,7 @@ class Memory:
 
     @property
     def backward(self) -> int:
-        """Bytes when backward begins."""
+        """Bytes at the largest moment of backward."""
         return self.state + self.gathered + self.kept + self.computed + self.received
 
     @property
@@ -283,7 +283,7 @@ def _layer_moment(
         gathered = HALF_BYTES * (root + (GATHERED_LAYERS - added) * layer.parameters // setup.tensor_ranks)
     if setup.state_on_host:  # gradients on their way
         gathered += SINGLE_BYTES * layer.parameters // setup.num_ranks
-    share = setup.mlp_share(rank_tokens)
+    share = setup.mlp_share(rank_tokens) if layer.tiles_mlp else 1.0
     if setup.checkpointing != "none":
         of_layer = size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks
         computed = layer.computed_bytes(*of_layer, share)
@@ -305,7 +305,7 @@ def _kept_at(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, layers_l
         kept = layer.kept_bytes(size.hidden_size, setup.saves_attention, setup.tensor_ranks)
         if setup.checkpointing == "none":
             kept += layer.saved_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
-            if setup.mlp_share(rank_tokens) == 1:
+            if setup.mlp_share(rank_tokens) == 1 or not layer.tiles_mlp:
                 kept += layer.mlp_bytes(setup.liger, setup.tensor_ranks)
         each.append(kept)
     of_all = sum(layer.count * kept for layer, kept in zip(size.layers, each, strict=True))

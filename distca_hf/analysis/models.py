@@ -93,7 +93,8 @@ class ModelSize:
         if self.of_layers is not None:
             return self.of_layers
         of_layer = self.layers, self.largest_layer_parameters, self.mlp_size(heads), heads
-        layer = LayerSize(*of_layer, norms_heads=self.norms_heads)
+        has_experts = self.layer_parameters < self.parameters - self.embedding_parameters
+        layer = LayerSize(*of_layer, norms_heads=self.norms_heads, tiles_mlp=not has_experts)
         return DecoderSize(self.hidden_size, self.vocabulary, self.parameters, self.embedding_parameters, (layer,))
 
 

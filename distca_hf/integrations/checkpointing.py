@@ -100,7 +100,18 @@ class RecomputedLayers:
             return self._rows_wait
         self._rows_wait = False
         if config.checkpointed_attention != "recompute":
-            saves = save_attention(modules, config.checkpointed_attention == "offload")
+            offloads = config.checkpointed_attention == "offload"
+            saves = save_attention(modules, offloads)
+            if offloads and not saves:
+                raise ConfigError(
+                    "checkpointed_attention='offload' needs use_reentrant=False: reentrant checkpointing keeps its "
+                    "inputs itself. Give that, or leave 'offload' out"
+                )
+            if offloads and is_first and not recomputes_layers(modules):
+                log.warning(
+                    "checkpointed_attention='offload' moves what activation checkpointing keeps, and no layer is "
+                    "checkpointed: set gradient_checkpointing=True"
+                )
             if is_first and not saves:
                 log.warning(
                     "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False "
@@ -170,7 +181,7 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
     """Makes checkpointed modules that recompute everything keep attention outputs, too.
 
     Args:
-        on_host: everything that they keep, inputs as well, waits on the host.
+        on_host: whether inputs and attention outputs are kept in host memory.
 
     Returns:
         False if some of them cannot, because their checkpointing is reentrant.
@@ -194,7 +205,11 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _checkpoint_on_host(function: Checkpoint, *args: object, context_fn: OffloadedLayers, **kwargs: object) -> object:
-    """Runs a checkpointed region of which everything waits on the host. Breaks graphs of a compiled model."""
+    """Runs a checkpointed region of which everything waits on the host. Breaks graphs of a compiled model.
+
+    Args:
+        context_fn: runs the region. It has this name because `context_fn` marks functions that do not attend again.
+    """
     return context_fn.run(function, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Offloading: what checkpointed layers keep until backward waits in host memory.
+"""Keeps what checkpointed layers save for backward in host memory.
 
 A layer keeps its input and the outputs of attention (`integrations.checkpointing`). Copies run on one more stream:
 
@@ -6,7 +6,7 @@ A layer keeps its input and the outputs of attention (`integrations.checkpointin
     backward    layer ◀── input, attention outputs ── host, while the layer after it runs backward
 
 Tensors are allocated on the stream of kernels, which waits for a copy before the memory is used again. So the host may
-run ahead, and the peak is still that of one layer more. Pinned memory is torch's, which keeps it for the next step.
+run ahead, and the peak is still one layer's more. Pinned memory is torch's, which keeps it for the next step.
 """
 
 import sys
@@ -25,7 +25,7 @@ PIECE_BYTES = 2**26
 
 
 class _Copying:
-    """A tensor that copies on another stream read or write. Its own stream waits for them before it is freed."""
+    """Holds a tensor while another stream copies from or to it: its own stream waits before the memory is freed."""
 
     def __init__(self, x: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
         self._x, self._version = x, x._version
@@ -40,16 +40,20 @@ class _Copying:
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the tensor was changed in place: copies may have read it before or after that."""
-        if self._x._version != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._x.shape)}, input or attention output of a checkpointed layer, was "
-                "changed in place while it was copied to the host; change a copy of it, or leave it on the device "
-                "with checkpointed_attention='save'"
-            )
+        check_unchanged(self._x, self._version)
 
     def __del__(self) -> None:
         if self._stream is not None and self._done is not None and not sys.is_finalizing():
             self._stream.wait_event(self._done)
+
+
+def check_unchanged(x: torch.Tensor, version: int) -> None:
+    """Raises RuntimeError if a tensor was changed in place since it had this version."""
+    if x._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(x.shape)}, input or attention output of a checkpointed layer, was changed in "
+            "place after it was kept for backward; change a copy of it"
+        )
 
 
 class OnHost:
@@ -57,7 +61,7 @@ class OnHost:
 
     Args:
         x: contiguous.
-        copies: stream of copies; None on the CPU. It reads `x` after this returns.
+        copies: stream of copies; None on the CPU. `x` must stay unchanged until the copy is done.
     """
 
     def __init__(self, x: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
@@ -90,7 +94,7 @@ class OnHost:
 
 @contextmanager
 def _copying_on(copies: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
-    """Runs copies on their stream, after everything that kernels have begun."""
+    """Runs copies on their stream, after all work queued so far on the current stream."""
     if copies is None:
         yield
         return
@@ -125,7 +129,7 @@ class OffloadedLayers:
 
         Args:
             function: like `torch.utils.checkpoint.checkpoint`, not reentrant.
-            args, kwargs: of the function.
+            args, kwargs: passed on to `function`.
         """
         self.settle()
         region = HostRegion(self)
@@ -175,17 +179,19 @@ class HostRegion:
         self._calls: list[tuple[OnHost, ...]] = []
         self._taken = 0
 
-    def save_input(self, x: torch.Tensor) -> torch.Tensor | OnHost:
+    def save_input(self, x: torch.Tensor) -> tuple[torch.Tensor, int] | OnHost:
         """Starts to copy an input to the host. Positions and the like stay: all layers have the same tensors."""
         if not x.requires_grad:
-            return x
+            return x, x._version
         self._inputs.append(self._layers.send(x))
         return self._inputs[-1]
 
-    def take_input(self, saved: torch.Tensor | OnHost) -> torch.Tensor:
+    def take_input(self, saved: tuple[torch.Tensor, int] | OnHost) -> torch.Tensor:
         """Returns an input on the device."""
-        if isinstance(saved, torch.Tensor):
-            return saved
+        if isinstance(saved, tuple):
+            x, version = saved
+            check_unchanged(x, version)
+            return x
         if not saved.is_coming():
             self.fetch()
         return saved.take()

@@ -1,15 +1,15 @@
-"""Attention of ffpa-attn for head dimensions above 256, the most that FlashAttention has.
+"""Attention of ffpa-attn for head dimensions of 320 to 512 on Hopper GPUs; FlashAttention stops at 256.
 
 Forward and backward run inside one operator of ours, with autograd off, so they call the functions below the package's
 own operators: those that `ffpa_attn.cute._forward_impl_for_device` and `_backward_impl_for_device` choose for a GPU.
 
 On Hopper GPUs, up to a head dimension of 512, these functions align causal masks bottom-right, write to given tensors,
-and return log-sum-exps as `[N, T]` in fp32. Backward computes weights from the log-sum-exps that it is given, so those
-of a longer row make its gradients part of the whole. One kernel writes the gradients of queries, another one those of
+and return log-sum-exps as `[N, T]` in fp32. With the log-sum-exps of a longer row, backward returns
+this task's share of the row's gradients. One kernel writes the gradients of queries, another one those of
 keys and values. Neither adds atomically: gradients are always bit-equal from run to run.
 
 Elsewhere backward is another function, which leaves the gradients of a causal task zero if the task has more keys than
-queries.
+queries. So `kernels.registry` takes this kernel on Hopper only.
 
 Shape legend in `kernels.interface`.
 """

@@ -54,6 +54,40 @@ def test_layers_compiled_with_their_checkpointing_are_refused() -> None:
         model(**next(iter(plugin.dataloader(random_dataset()))))
 
 
+def test_reentrant_checkpointing_is_refused() -> None:
+    """It keeps inputs where no hook sees them: the user would run out of the memory that was to be saved."""
+    model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention="offload")
+    distca_hf.enable(model, plugin)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+    with pytest.raises(ConfigError, match="checkpointed_attention='offload' needs use_reentrant=False"):
+        model(**next(iter(plugin.dataloader(random_dataset()))))
+
+
+def test_offloading_without_checkpointing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention="offload")
+    distca_hf.enable(model, plugin)
+    for _, batch in zip(range(2), plugin.dataloader(random_dataset()), strict=False):
+        model(**batch).loss.backward()
+
+    assert sum("no layer is checkpointed" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_given_batches_on_one_rank_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Size] = []
+    send = OffloadedLayers.send
+    monkeypatch.setattr(OffloadedLayers, "send", lambda layers, x: (sent.append(x.shape), send(layers, x))[1])
+    model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
+    distca_hf.enable(model, distca_hf.DistCAPlugin(checkpointed_attention="offload"))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.arange(40)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+    assert len(sent) == 3 * NUM_LAYERS  # inputs, attention outputs, log-sum-exps
+
+
 class Regions:
     """Regions of two attention calls each, one after the other."""
 

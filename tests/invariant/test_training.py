@@ -43,7 +43,7 @@ RUNS = [
     Run("qwen3", 2, "fsdp2", "trainer", 1, "refetch", checkpointing="non-reentrant", lora=True),
     Run("llama", 2, "fsdp2", "trainer", 3, checkpointing="offloaded, tiles"),
     Run("qwen3", 2, "fsdp1", "trainer", 1, checkpointing="offloaded, tiles"),
-    Run("llama", 2, "zero3", "trainer", 1, checkpointing="offloaded, tiles"),
+    Run("llama", 2, "zero2", "trainer", 1, checkpointing="offloaded, tiles"),
     Run("qwen3", 2, "ddp", "trainer", 1, checkpointing="offloaded, tiles", lora=True),
 ]
 PLAIN_CLASSES = {"none": "Qwen3ForCausalLM", "ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM"}

@@ -152,6 +152,9 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
     if states is None and any(kind.mixer for kind in verdict.kinds) and not verdict.whole_documents:
         unknown = "the size of states that travel between ranks is not known, and left out of the memory"
         verdict = replace(verdict, notes=(*verdict.notes, unknown))
+    if job.mlp_tokens and size is not None and not size.tiles_mlps:
+        reason = f"no layer has an MLP that runs on {job.mlp_tokens:,} tokens at a time: leave --mlp-tokens out"
+        verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, reason))
     found = JobMemory({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
     return CheckAnswer(candidate, job, verdict, size, found)
 

@@ -40,7 +40,7 @@ from distca_hf.integrations.models.distributed_check import check_divided_heads,
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.hooks import BackboneCalls, HiddenHook
 from distca_hf.integrations.models.mixers import MixerWatch
-from distca_hf.integrations.models.mlp_tiles import TiledMlps
+from distca_hf.integrations.models.mlp_tiles import tile, tiled_mlps, untile
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
 from distca_hf.integrations.models.structure import (
@@ -111,7 +111,7 @@ class ForwardWatch:
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, window)
         self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
-        self._tiles = TiledMlps(inner, context.mlp_tokens) if context.mlp_tokens else None
+        self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
         self._facts: dict[str, object] = {}
@@ -150,14 +150,13 @@ class ForwardWatch:
                 delattr(module, WATCH)
             self._mixers.leave(module)
             temper_by_row(transformers_model(module))
+            untile(module.modules())
             self._at_backbone.leave(backbone_of(transformers_model(module)))
         if is_original:
             for handle in self._handles:
                 handle.remove()
             self._borders.leave()
             self._recomputed.leave()
-            if self._tiles is not None:
-                self._tiles.leave()
 
     def is_up_to_date(self) -> bool:
         """Returns whether the masks of layers are unchanged since the model was enabled."""
@@ -187,8 +186,7 @@ class ForwardWatch:
         if not any(isinstance(given.get(name), torch.Tensor) for name in TOKENS):
             return None  # a method runs instead of forward
         self._is_running = True
-        if self._tiles is not None:
-            self._tiles.prepare()
+        tile(self._mlps, self.context.mlp_tokens)
         self._borders.end()
         self.loss.begin(None)
         self._counted.begin({}, None, trains=False)

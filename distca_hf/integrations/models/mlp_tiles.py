@@ -7,17 +7,20 @@
 Only the input is kept. It is saved before the MLP runs. Recomputation of a checkpointed layer ends with the last
 tensor that the layer saved, so it does not run the MLP again if nothing after it is saved. Then tiles cost no time.
 
-Gradients of weights are summed over tiles in fp32. If weights are divided by ZeRO-3, which no function of autograd can
-return gradients for, or if a compiler traces the MLP, tiles are checkpointed one by one. Then they run once more.
+Gradients of weights are summed over tiles in fp32. Tiles are checkpointed one by one, and run once more, if a compiler
+traces the MLP, or if gradients of something else must flow: weights that FSDP1 flattened, hooks of weights, tensors
+that are not weights of the MLP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,57 +28,37 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.structure import text_decoder
 from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.telemetry import get_logger
 
+
+log = get_logger(__name__)
 
 # Names that Transformers gives to the MLP of a decoder layer.
 NAMES = ("mlp", "feed_forward")
-Forward = Callable[..., torch.Tensor]
 
 
-class TiledMlps:
-    """Lets the MLPs of one model run in tiles, and restores them.
-
-    Args:
-        model: a Transformers model.
-        tile_tokens: of a tile at most.
+def tiled_mlps(model: PreTrainedModel, tile_tokens: int) -> list[nn.Module]:
+    """Returns the MLPs of a model that can run in tiles.
 
     Raises:
-        ConfigError: no layer has an MLP that can be divided by tokens.
+        ConfigError: there are none.
     """
-
-    def __init__(self, model: PreTrainedModel, tile_tokens: int) -> None:
-        self._tile_tokens = tile_tokens
-        layers = (part for part in text_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer))
-        self._mlps = [mlp for layer in layers if (mlp := _mlp_of(layer)) is not None]
-        self._tiled: dict[nn.Module, tuple[Forward, Forward | None]] = {}
-        if not self._mlps:
-            raise ConfigError(
-                f"mlp_tokens={tile_tokens}: no layer of {type(model).__name__} has an MLP that runs on some tokens at "
-                f"a time (a module {' or '.join(NAMES)} without experts): leave mlp_tokens out"
-            )
-
-    def prepare(self) -> None:
-        """Tiles the MLPs before a pass: others may have replaced their functions since the last one (Liger does)."""
-        for mlp in self._mlps:
-            own = vars(mlp).get("forward")
-            tiled = self._tiled.get(mlp)
-            if tiled is None or tiled[0] is not own:
-                forward = partial(_forward, mlp, own or partial(type(mlp).forward, mlp), self._tile_tokens)
-                self._tiled[mlp] = forward, own
-                setattr(mlp, "forward", forward)  # noqa: B010
-
-    def leave(self) -> None:
-        """Restores the MLPs' functions, unless others have replaced them since."""
-        for mlp, (forward, own) in self._tiled.items():
-            if vars(mlp).get("forward") is forward:
-                if own is None:
-                    del mlp.forward
-                else:
-                    setattr(mlp, "forward", own)  # noqa: B010
-        self._tiled.clear()
+    layers = [part for part in text_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
+    mlps = [mlp for layer in layers if (mlp := mlp_of(layer)) is not None]
+    if not mlps:
+        raise ConfigError(
+            f"mlp_tokens={tile_tokens}: no layer of {type(model).__name__} has an MLP that runs on some tokens at a "
+            f"time (a module called {' or '.join(NAMES)}, without experts): leave mlp_tokens out"
+        )
+    log.info("MLPs of %d of %d layers run on %d tokens at a time", len(mlps), len(layers), tile_tokens)
+    return mlps
 
 
-def _mlp_of(layer: nn.Module) -> nn.Module | None:
+def mlp_of(layer: nn.Module) -> nn.Module | None:
+    """Returns the MLP of a decoder layer that can run in tiles; None if there is none.
+
+    Experts cannot: what their routers compute, and losses of them, are of all tokens.
+    """
     for name in NAMES:
         mlp = getattr(layer, name, None)
         if isinstance(mlp, nn.Module) and not any("expert" in part for part, _ in mlp.named_modules()):
@@ -83,53 +66,115 @@ def _mlp_of(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-def _forward(mlp: nn.Module, forward: Forward, tile_tokens: int, x_BTD: torch.Tensor) -> torch.Tensor:
-    rows, row_tokens, _ = x_BTD.shape
-    tile_tokens = max(1, tile_tokens // rows)
-    if row_tokens <= tile_tokens:
-        return forward(x_BTD)
-    tiles = x_BTD.split(tile_tokens, dim=1)
-    if not torch.is_grad_enabled():
-        return torch.cat([forward(tile) for tile in tiles], dim=1)
-    is_divided = any(hasattr(weight, "ds_id") for weight in mlp.parameters())
-    if torch.compiler.is_compiling() or is_divided or not x_BTD.requires_grad:
-        return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
-    kept: torch.Tensor = _Kept.apply(x_BTD)
-    output: torch.Tensor = _Tiles.apply(kept, kept.grad_fn, forward, tile_tokens, *_weights(mlp))
-    return output
+def tile(mlps: Iterable[nn.Module], tile_tokens: int) -> None:
+    """Lets MLPs run in tiles; call it before every pass, as others may replace their functions (Liger does)."""
+    for mlp in mlps:
+        own = vars(mlp).get("forward")
+        if not (isinstance(own, TiledForward) and own.tile_tokens == tile_tokens):
+            untile([mlp])
+            setattr(mlp, "forward", TiledForward(mlp, vars(mlp).get("forward"), tile_tokens))  # noqa: B010
 
 
-def _weights(mlp: nn.Module) -> list[nn.Parameter]:
-    return [weight for weight in mlp.parameters() if weight.requires_grad]
+def untile(modules: Iterable[nn.Module]) -> None:
+    """Restores the functions of all MLPs among some modules."""
+    for module in modules:
+        own = vars(module).get("forward")
+        if isinstance(own, TiledForward):
+            del module.forward
+            if own.replaced is not None:
+                setattr(module, "forward", own.replaced)  # noqa: B010
 
 
-def _number(number: int, x_BTD: torch.Tensor) -> int:
-    """Keeps the number of a tile in place of the tile."""
+class TiledForward:
+    """The function of an MLP that runs in tiles.
+
+    Args:
+        mlp: its module.
+        replaced: the function that the module had in place of its class's; None if it had none.
+        tile_tokens: most tokens of a tile.
+    """
+
+    def __init__(self, mlp: nn.Module, replaced: Callable[..., torch.Tensor] | None, tile_tokens: int) -> None:
+        self.mlp, self.replaced, self.tile_tokens = mlp, replaced, tile_tokens
+        self._needs_graph = False
+
+    def run(self, x_1TD: torch.Tensor) -> torch.Tensor:
+        """Runs the MLP on a tile."""
+        output: torch.Tensor = (
+            type(self.mlp).forward(self.mlp, x_1TD) if self.replaced is None else self.replaced(x_1TD)
+        )
+        return output
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Runs the MLP on tokens `[..., hidden size]`."""
+        x_1TD = x.reshape(1, -1, x.shape[-1])
+        tiles = x_1TD.split(self.tile_tokens, dim=1)
+        if len(tiles) == 1:
+            return self.run(x)
+        self._check_weights()
+        if not torch.is_grad_enabled():
+            output = torch.cat([self.run(one) for one in tiles], dim=1)
+        else:
+            output = self._with_gradients(x_1TD)
+        return output.reshape(*x.shape[:-1], output.shape[-1])
+
+    def _with_gradients(self, x_1TD: torch.Tensor) -> torch.Tensor:
+        if x_1TD.requires_grad and not torch.compiler.is_compiling():
+            weights = [weight for weight in self.mlp.parameters() if weight.requires_grad]
+            x_1TD = _Kept.apply(x_1TD)
+            try:
+                if not (self._needs_graph or any(weight._backward_hooks for weight in weights)):
+                    output: torch.Tensor = _Tiles.apply(x_1TD, x_1TD.grad_fn, self, *weights)
+                    return output
+            except _NeedsGraphError:
+                self._needs_graph = True
+        tiles = x_1TD.split(self.tile_tokens, dim=1)
+        return torch.cat([checkpoint(self.run, one, use_reentrant=False) for one in tiles], dim=1)
+
+    def _check_weights(self) -> None:
+        """Raises ConfigError if weights are gathered for each tile: ranks may have unequal numbers of tiles."""
+        is_zero3 = any(hasattr(weight, "ds_id") for weight in self.mlp.parameters())
+        if is_zero3 or any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in self.mlp.modules()):
+            what = (
+                "DeepSpeed ZeRO-3 gathers" if is_zero3 else f"FSDP around a part of {type(self.mlp).__name__} gathers"
+            )
+            raise ConfigError(
+                f"mlp_tokens={self.tile_tokens}: {what} weights for each tile, and ranks may have unequal numbers of "
+                "tiles; wrap whole decoder layers with FSDP, or leave mlp_tokens out"
+            )
+
+
+def _number_of(number: int, x_1TD: torch.Tensor) -> int:
+    """Returns the number of a tile, which is kept in place of the tile."""
     return number
+
+
+class _NeedsGraphError(Exception):
+    """Gradients flow from a tile to something that is not a trained weight of the MLP."""
 
 
 class _Kept(torch.autograd.Function):
     """Saves the input of an MLP before the MLP runs."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTD: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_BTD)
-        return x_BTD.view_as(x_BTD)
+    def forward(ctx: Any, x_1TD: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_1TD)
+        return x_1TD.view_as(x_1TD)
 
     @staticmethod
-    def backward(ctx: Any, dx_BTD: torch.Tensor) -> torch.Tensor:
-        return dx_BTD
+    def backward(ctx: Any, dx_1TD: torch.Tensor) -> torch.Tensor:
+        return dx_1TD
 
 
 class _Begin(torch.autograd.Function):
     """Begins the graph of a tile, without keeping the tile as a leaf would."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
-        return x_BTD.data  # torch multiplies views in another way, and what is recomputed is not a view
+    def forward(ctx: Any, anchor: torch.Tensor, x_1TD: torch.Tensor) -> torch.Tensor:
+        return x_1TD.data  # torch multiplies views in another way, and what is recomputed is not a view
 
     @staticmethod
-    def backward(ctx: Any, dx_BTD: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, dx_1TD: torch.Tensor) -> tuple[None, None]:
         return None, None  # not reached: gradients are asked for at the beginning of the tile
 
 
@@ -141,33 +186,69 @@ class _Tiles(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_BTD: torch.Tensor, kept: Any, forward: Forward, tile_tokens: int, *weights: Any
-    ) -> torch.Tensor:
-        ctx.kept, ctx.tile_tokens, ctx.weights = kept, tile_tokens, weights
+    def forward(ctx: Any, x_1TD: torch.Tensor, kept: Any, mlp: TiledForward, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.kept, ctx.mlp, ctx.weights = kept, mlp, weights
+        ctx.versions = _versions(mlp.mlp)
         ctx.tiles, ctx.graphs = [], []
         outputs = []
-        for number, x in enumerate(x_BTD.split(tile_tokens, dim=1)):
-            with torch.enable_grad(), saved_tensors_hooks(partial(_number, number), ctx.tiles.__getitem__):
+        for number, x in enumerate(x_1TD.split(mlp.tile_tokens, dim=1)):
+            with torch.enable_grad(), saved_tensors_hooks(partial(_number_of, number), ctx.tiles.__getitem__):
                 begin = _Begin.apply(torch.empty(0, requires_grad=True), x)
-                y = checkpoint(forward, begin, use_reentrant=False)
-            ctx.graphs.append((get_gradient_edge(y), get_gradient_edge(begin)))
+                y = checkpoint(mlp.run, begin, use_reentrant=False)
+            end, beginning = get_gradient_edge(y), get_gradient_edge(begin)
+            if number == 0 and _reaches_others(end.node, beginning.node, weights):
+                raise _NeedsGraphError
+            ctx.graphs.append((end, beginning))
             outputs.append(y.detach())
         return torch.cat(outputs, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, dy_BTD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x_BTD,) = ctx.kept.saved_tensors
-        weights, dx_BTD = ctx.weights, torch.empty_like(x_BTD)
-        sums = [torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) for weight in weights]
-        ctx.tiles.extend(x_BTD.split(ctx.tile_tokens, dim=1))
-        of_tiles = zip(ctx.graphs, *(each.split(ctx.tile_tokens, dim=1) for each in (dy_BTD, dx_BTD)), strict=True)
+    @once_differentiable
+    def backward(ctx: Any, dy_1TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.versions != _versions(ctx.mlp.mlp):
+            raise RuntimeError(
+                f"weights of {type(ctx.mlp.mlp).__name__}, which runs in tiles, were changed, or others are "
+                "trained, between its forward pass and backward: change them after backward, or leave mlp_tokens out"
+            )
+        (x_1TD,) = ctx.kept.saved_tensors
+        dx_1TD = torch.empty_like(x_1TD)
+        sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
+        tile_tokens = ctx.mlp.tile_tokens
+        ctx.tiles.extend(x_1TD.split(tile_tokens, dim=1))
+        of_tiles = zip(ctx.graphs, *(each.split(tile_tokens, dim=1) for each in (dy_1TD, dx_1TD)), strict=True)
         for (end, begin), dy, dx in of_tiles:
-            of_x, *of_weights = torch.autograd.grad(end, (begin, *weights), dy, allow_unused=True)
+            # Graphs of tiles hold no tensors: they go with the graph of the layer.
+            asked = begin, *ctx.weights
+            of_x, *of_weights = torch.autograd.grad(end, asked, dy, retain_graph=True, allow_unused=True)
             dx.copy_(of_x)
-            for total, gradient in zip(sums, of_weights, strict=True):
+            for place, gradient in enumerate(of_weights):
                 if gradient is not None:
-                    total += gradient
+                    total = sums[place]
+                    sums[place] = (
+                        gradient.to(accumulation_dtype(gradient.dtype)) if total is None else total.add_(gradient)
+                    )
         ctx.tiles.clear()
-        gradients = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
-        return dx_BTD, None, None, None, *gradients
+        gradients = (
+            None if total is None else total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)
+        )
+        return dx_1TD, None, None, *gradients
+
+
+def _versions(mlp: nn.Module) -> list[tuple[int, bool]]:
+    """Returns what would differ if weights were changed, or others were trained (another adapter)."""
+    return [(weight._version, weight.requires_grad) for weight in mlp.parameters()]
+
+
+def _reaches_others(end: Any, begin: Any, weights: Iterable[torch.Tensor]) -> bool:
+    """Returns whether gradients flow from the end of a tile to anything but its beginning and trained weights."""
+    known, seen, waiting = {id(weight) for weight in weights}, {begin}, [end]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
+        if variable is not None and id(variable) not in known:
+            return True
+        waiting.extend(following for following, _ in node.next_functions)
+    return False

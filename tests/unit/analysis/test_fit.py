@@ -204,10 +204,10 @@ def test_what_fits_needs_no_advice() -> None:
     ("room", "words"),
     [
         (Room(72 * GIB), "It fits with --checkpointing offloaded (checkpointed_attention"),
-        (Room(40 * GIB), "It fits with --checkpointing offloaded --mlp-tokens 8192 (checkpointed"),
+        (Room(40 * GIB), "It fits with --checkpointing offloaded --mlp-tokens 16384 (checkpointed"),
         (
             Room(18 * GIB),
-            '--mlp-tokens 8192 --offload-params (checkpointed_attention="offload", mlp_tokens=8192, fsdp',
+            '--mlp-tokens 16384 --offload-params (checkpointed_attention="offload", mlp_tokens=16384, fsdp',
         ),
         (Room(12 * GIB), "--offload-params --gpus 16 --tokens-per-rank 65536 (checkpointed"),
         (Room(40 * GIB, 300), "It fits with --checkpointing offloaded --gpus 16 --tokens-per-rank 65536 ("),
@@ -337,3 +337,34 @@ def test_numbers_out_of_range_are_refused(options: tuple[object, ...], words: st
         result = CliRunner().invoke(app, [*command, *map(str, options)])
         assert (result.exit_code, result.stdout) == (2, ""), result.output
         assert words in result.stderr
+
+
+def test_experts_do_not_run_in_tiles() -> None:
+    experts = preset("qwen3-30b-a3b")
+    size = experts.size.decoder(experts.heads)
+    whole, tiled = (
+        estimate_memory(size, TrainingSetup(8, liger=True, mlp_tokens=tile_tokens), 65_536)
+        for tile_tokens in (0, 4096)
+    )
+
+    assert whole == tiled
+    assert "--mlp-tokens" not in advice(RankLoad(size, 65_536), TrainingSetup(8, liger=True), Room(30 * GIB))
+
+
+def test_check_refuses_tiles_of_a_model_that_trains_without() -> None:
+    result = CliRunner().invoke(app, ["check", "qwen3_moe", "--mlp-tokens", "4096"])
+
+    assert result.exit_code == 1
+    assert "no layer has an MLP that runs on 4,096 tokens at a time" in " ".join(result.output.split())
+
+
+def test_more_ranks_receive_more_of_one_document() -> None:
+    """A rank receives all of it but its own tokens."""
+    size = preset("llama3-8b").size.decoder(preset("llama3-8b").heads)
+    load = RankLoad(size, 131_072, received_bytes=GIB)
+    setup = TrainingSetup(2, "fsdp2", "offloaded", True, mlp_tokens=16_384, state_on_host=True)
+    found = advice(load, setup, Room(15 * GIB))
+    ranks, tokens = (int(number) for number in re.findall(r"--gpus (\d+) --tokens-per-rank (\d+)", found)[0])
+    of_more = RankLoad(size, tokens, received_bytes=round(GIB * (1 - 1 / ranks) / (1 - 1 / 2)))
+
+    assert f"{of_more.memory(replace(setup, num_ranks=ranks)).total / GIB:.1f} GiB on a GPU" in found

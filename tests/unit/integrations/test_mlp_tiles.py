@@ -1,7 +1,8 @@
-"""MLPs in tiles: the same numbers, each token once forward and once again in backward."""
+"""MLPs in tiles: the same numbers, and no more work than without tiles."""
 
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_gradients_are_those_of_whole_mlps(
     runs = counted(model)
 
     assert_equal(gradients(model, rows), gradients(expected, rows))
-    assert max(runs) == 16 // rows
+    assert max(runs) == 16
 
 
 @pytest.mark.parametrize(("make", "times"), [(llama, 2), (gemma, 3)])
@@ -241,6 +242,30 @@ def test_a_model_that_is_enabled_again_has_its_own_functions_back() -> None:
     assert "forward" not in vars(model.model.layers[0].mlp)
 
 
+def test_a_copy_of_a_model_follows_its_own_plugin() -> None:
+    model = tiled(llama())
+    gradients(model)
+    copied = deepcopy(model)
+    distca_hf.enable(copied, distca_hf.DistCAPlugin())
+    runs = counted(copied)
+    gradients(copied)
+
+    assert set(runs) == {TOKENS}
+    copied = tiled(deepcopy(model), tile_tokens=20)
+    runs = counted(copied)
+    gradients(copied)
+    assert max(runs) == 20
+
+
+def test_layers_without_tiles_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """One dense layer among experts."""
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    with caplog.at_level("INFO", "distca_hf"):
+        tiled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)))
+
+    assert "MLPs of 1 of 3 layers run on 16 tokens at a time" in caplog.text
+
+
 def test_experts_are_refused() -> None:
     sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
@@ -259,13 +284,100 @@ def test_a_graph_of_tiles_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal(gradients(model), gradients(expected))
 
 
-def test_zero3_checkpoints_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights are empty outside the modules that use them: gradients cannot be returned for them."""
-    model, expected, kept = tiled(llama()), llama(), []
-    for weight in model.model.layers[0].mlp.parameters():
-        weight.ds_id = 1  # as DeepSpeed marks weights that it divides
-    apply = mlp_tiles._Kept.apply
-    monkeypatch.setattr(mlp_tiles._Kept, "apply", lambda x: (kept.append(1), apply(x))[1])
+def shared(model: PreTrainedModel) -> None:
+    for layer in model.model.layers[1:]:
+        layer.mlp = model.model.layers[0].mlp
+
+
+def hooked(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+class Scaled(nn.Module):
+    """A layer that multiplies by a tensor which is a parameter of another module."""
+
+    def __init__(self, linear: nn.Linear, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.linear, self.scale = linear, [scale]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale[0].square().mean()
+
+
+def scaled_from_outside(model: PreTrainedModel) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = Scaled(mlp.up_proj, model.model.norm.weight)
+
+
+@pytest.mark.parametrize("change", [shared, hooked, scaled_from_outside])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_gradients_flow_wherever_they_do_without_tiles(change: Change, checkpoints: bool) -> None:
+    model, expected = llama(), llama()
+    for one in (model, expected):
+        change(one)
+    tiled(model)
+    if checkpoints:
+        checkpointed(model)
 
     assert_equal(gradients(model), gradients(expected))
-    assert len(kept) == 2  # layers
+
+
+def test_weights_that_are_not_used_have_no_gradient() -> None:
+    model = tiled(llama())
+    model.model.layers[0].mlp.unused = nn.Parameter(torch.zeros(3).double())
+    gradients(model)
+
+    assert model.model.layers[0].mlp.unused.grad is None
+
+
+def test_backward_may_run_twice() -> None:
+    model, expected = tiled(llama()), llama()
+    tokens = torch.arange(TOKENS)[None]
+    results = []
+    for one in (model, expected):
+        loss = one(input_ids=tokens, labels=tokens).loss
+        results.append([torch.autograd.grad(loss, [*one.parameters()], retain_graph=True) for _ in range(2)])
+
+    for result, right in zip(*results, strict=True):
+        assert_equal([*result], [*right])
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model = tiled(llama())
+    x = torch.randn(1, TOKENS, 32, dtype=torch.float64, requires_grad=True)
+    watch_of(model)
+    mlp_tiles.tile([model.model.layers[0].mlp], 16)
+    (dx,) = torch.autograd.grad(model.model.layers[0].mlp(x).sum(), x, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        dx.sum().backward()
+
+
+def test_weights_changed_before_backward_are_an_error() -> None:
+    model, tokens = tiled(llama()), torch.arange(TOKENS)[None]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+
+    with pytest.raises(RuntimeError, match="weights of LlamaMLP, which runs in tiles, were changed"):
+        loss.backward()
+
+
+def test_weights_that_are_gathered_for_each_tile_are_refused() -> None:
+    """Ranks may have unequal numbers of tiles, and would wait for each other for ever."""
+    model = tiled(llama())
+    for weight in model.model.layers[0].mlp.parameters():
+        weight.ds_id = 1  # as DeepSpeed marks weights that it divides
+
+    with pytest.raises(ConfigError, match="mlp_tokens=16: DeepSpeed ZeRO-3 gathers weights for each tile"):
+        gradients(model)
+
+
+@pytest.mark.parametrize("shape", [(40, 32), (2, 20, 32), (1, 2, 20, 32)])
+def test_tokens_may_have_any_shape(shape: tuple[int, ...]) -> None:
+    mlp = llama().model.layers[0].mlp
+    x = torch.randn(shape, dtype=torch.float64)
+    expected = mlp(x)
+    mlp_tiles.tile([mlp], 16)
+
+    torch.testing.assert_close(mlp(x), expected)
