@@ -119,6 +119,36 @@ class RowMask:
         """Returns itself: `generate` calls this when it makes the mask of a static cache."""
         return self
 
+    def __getitem__(self, places: tuple[slice, ...]) -> "RowMask":
+        """Returns the mask of the last queries: layers of Gemma 4 that share keys leave out the others if nobody asks
+        for their logits.
+
+        Raises:
+            UnsupportedAttentionError: something else is asked for, or rows hold several documents.
+        """
+        batch_size, _, queries, keys = self.shape
+        first, *rest = places[2].indices(queries)
+        if places != (slice(None), slice(None), places[2], slice(None))[: len(places)] or rest != [queries, 1]:
+            raise UnsupportedAttentionError(f"the model took {places} of an attention mask; run it without distca_hf")
+        if not first:
+            return self
+        if self._packed is not None:
+            raise UnsupportedAttentionError(
+                f"the model left out the first {first} of {queries} queries of packed rows; run it without distca_hf"
+            )
+        return RowMask(
+            (batch_size, 1, queries - first, keys),
+            self._device,
+            self._q_offset + first,
+            self._kv_offset,
+            self._padding,
+            self._numbers,
+            None if self._positions is None else self._positions[..., first:],
+            window_tokens=self.window_tokens,
+            chunked=self.chunked,
+            refusal=self.refusal,
+        )
+
     def documents(
         self,
         position_ids: torch.Tensor | None = None,

@@ -3,12 +3,15 @@ and gradients of every document alone."""
 
 from dataclasses import fields
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 
+import distca_hf
 from distca_hf.analysis.check.tiny_config import WINDOWS
 from distca_hf.analysis.check.trial import DOCUMENT_TOKENS
 from distca_hf.batches.placed import PlacedPlanner
@@ -95,3 +98,60 @@ def test_windows_that_differ_are_told(sweep: ModuleType, monkeypatch: pytest.Mon
         sweep.WRONG,
         f"attends with a window of {WINDOW_TOKENS} tokens and is planned with a window of 8 tokens",
     )
+
+
+SHARING = {
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": WINDOW_TOKENS,
+    "use_cache": False,
+}
+
+
+def _sharing() -> Any:
+    """A Gemma 4 whose last layers have the keys of earlier ones, as E2B and E4B; newer ones leave out
+    queries whose logits nobody asks for."""
+    if not hasattr(transformers, "Gemma4ForCausalLM"):
+        pytest.skip("this Transformers has no Gemma 4")
+    torch.manual_seed(0)
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SHARING)).double()
+
+
+def test_layers_that_share_keys_train() -> None:
+    model, plain = _sharing().train(), _sharing().train()
+    distca_hf.enable(model, distca_hf.DistCAPlugin())
+    ids = torch.randint(0, 64, (1, 50), generator=torch.Generator().manual_seed(0))
+    for one in (model, plain):
+        one(input_ids=ids, labels=ids).loss.backward()
+
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+def test_layers_that_share_keys_generate(padding: int) -> None:
+    model, plain = _sharing().eval(), _sharing().eval()
+    distca_hf.enable(model, distca_hf.DistCAPlugin())
+    ids = torch.randint(3, 64, (2, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    with torch.no_grad():
+        for kept in (0, 1, 3):
+            own, expected = (
+                one(input_ids=ids, attention_mask=mask, logits_to_keep=kept).logits for one in (model, plain)
+            )
+            seen = mask[:, -own.shape[1] :].bool()
+            torch.testing.assert_close(own[seen], expected[seen], rtol=1e-9, atol=1e-12)
+    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+
+    assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))

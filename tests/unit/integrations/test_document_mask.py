@@ -261,3 +261,17 @@ def test_layer_with_other_keys_than_its_mask_is_refused() -> None:
     states = torch.zeros(1, 2, 5, 8)
     with pytest.raises(UnsupportedAttentionError, match=r"of layer 2: has 5 queries and 5 keys per row, .* 5 and 9"):
         distca_attention(layer, states, states, states, RowMask((1, 1, 5, 9), torch.device("cpu")))
+
+
+def test_other_slices_than_the_last_queries_are_refused() -> None:
+    mask = RowMask((1, 1, 8, 8), torch.device("cpu"))
+    packed = RowMask((1, 1, 8, 8), torch.device("cpu"), packed=lambda row, head, query, key: query == key)
+    everything = slice(None)
+
+    assert mask[:, :, slice(0, None), :] is mask
+    assert mask[:, :, -3:, :].shape == (1, 1, 3, 8)
+    for places in ((everything, everything, slice(2, 6)), (everything, slice(0, 1), everything, everything)):
+        with pytest.raises(UnsupportedAttentionError, match="of an attention mask"):
+            mask[places]
+    with pytest.raises(UnsupportedAttentionError, match="left out the first 5 of 8 queries of packed rows"):
+        packed[:, :, -3:, :]
