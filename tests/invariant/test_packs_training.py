@@ -104,6 +104,7 @@ RUNS = [
     Run("padding free", "callback", 2, "zero3", 1),
     Run("collator", "attach", 2, "zero3", 1, lora=True),
     Run("collator", "attach", 2, "fsdp1", 1, "non-reentrant"),
+    Run("collator", "attach", 2, "fsdp2", 1, "offloaded, tiles", kv_residency="refetch"),
 ]
 
 

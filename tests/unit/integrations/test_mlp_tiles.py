@@ -274,8 +274,7 @@ def test_experts_are_refused() -> None:
         tiled(model)
 
 
-def test_a_graph_of_tiles_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+def test_a_graph_of_tiles_is_compiled() -> None:
     model, expected = tiled(llama()), llama()
     for layer in model.model.layers:
         layer.mlp.compile(backend="aot_eager")
