@@ -107,10 +107,11 @@ class RecomputedLayers:
                     "checkpointed_attention='offload' needs use_reentrant=False: reentrant checkpointing keeps its "
                     "inputs itself. Give that, or leave 'offload' out"
                 )
-            if offloads and is_first and not recomputes_layers(modules):
+            functions = [function for module in modules for _, function in _functions(module)]
+            if offloads and is_first and not any(function.func is _checkpoint_on_host for function in functions):
                 log.warning(
                     "checkpointed_attention='offload' moves what activation checkpointing keeps, and no layer is "
-                    "checkpointed: set gradient_checkpointing=True"
+                    "checkpointed, or all by a context_fn of yours: set gradient_checkpointing=True, without context_fn"
                 )
             if is_first and not saves:
                 log.warning(

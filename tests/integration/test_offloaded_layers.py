@@ -20,6 +20,7 @@ from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime import local_attention
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.regions import saving_contexts
+from support.checkpointing import checkpointing_arguments
 from support.counting import CountingKernel
 from support.data import random_dataset
 from support.models import tiny_model
@@ -65,10 +66,13 @@ def test_reentrant_checkpointing_is_refused() -> None:
         model(**next(iter(plugin.dataloader(random_dataset()))))
 
 
-def test_offloading_without_checkpointing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("form", ["", "selective"])
+def test_offloading_of_nothing_is_said(form: str, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(num_hidden_layers=NUM_LAYERS).train()
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention="offload")
     distca_hf.enable(model, plugin)
+    if form:
+        model.gradient_checkpointing_enable(checkpointing_arguments(form)["gradient_checkpointing_kwargs"])
     for _, batch in zip(range(2), plugin.dataloader(random_dataset()), strict=False):
         model(**batch).loss.backward()
 
