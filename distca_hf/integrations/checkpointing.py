@@ -111,7 +111,8 @@ class RecomputedLayers:
             if offloads and is_first and not any(function.func is _checkpoint_on_host for function in functions):
                 log.warning(
                     "checkpointed_attention='offload' moves what activation checkpointing keeps, and no layer is "
-                    "checkpointed, or all by a context_fn of yours: set gradient_checkpointing=True, without context_fn"
+                    "checkpointed, or only with a context_fn of yours: set gradient_checkpointing=True, and leave "
+                    "context_fn out"
                 )
             if is_first and not saves:
                 log.warning(
