@@ -180,8 +180,8 @@ class HostRegion:
         self._taken = 0
 
     def save_input(self, x: torch.Tensor) -> tuple[torch.Tensor, int] | OnHost:
-        """Starts to copy an input to the host. Positions and the like stay: all layers have the same tensors. So does the
-        empty tensor that torch's checkpointing adds up to 2.12."""
+        """Starts to copy an input to the host. Positions and the like stay: all layers have the same tensors. So does
+        the empty tensor that checkpointing of older versions of torch adds."""
         if not (x.requires_grad and x.numel()):
             return x, x._version
         self._inputs.append(self._layers.send(x))

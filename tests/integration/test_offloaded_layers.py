@@ -128,8 +128,12 @@ def test_regions_are_fetched_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         method = getattr(HostRegion, name)
 
         def told(region: object, *args: object, name: str = name, method: Run = method) -> object:
-            events.append((name, numbers.setdefault(id(region), len(numbers))))
-            return method(region, *args)
+            if not isinstance(args[0] if args else None, tuple) or name == "save":  # an input that stays on the device
+                events.append((name, numbers.setdefault(id(region), len(numbers))))
+            result = method(region, *args)
+            if isinstance(result, tuple) and name == "save_input":
+                events.pop()
+            return result
 
         monkeypatch.setattr(HostRegion, name, told)
     regions = Regions(3)
