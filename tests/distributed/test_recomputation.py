@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -12,6 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca_hf
 from support.data import random_dataset
@@ -84,3 +87,27 @@ def test_recomputation_exchanges_nothing_where_rows_are_kept(tmp_path: Path) -> 
         times["compiled layers"] = 2 if recomputes else 1
         for kind, count in times.items():
             assert trained[kind][2] == [count * calls for calls in forward], kind
+
+
+def _tiles_that_run_again(wrap: str) -> list[bool]:
+    model = tiny_model(num_hidden_layers=LAYERS).train()
+    distca_hf.enable(model, distca_hf.DistCAPlugin(mlp_tokens=16))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    wrapped: nn.Module = model
+    if wrap == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    tokens = torch.arange(40 + 30 * dist.get_rank())[None]
+    for _ in range(2):
+        wrapped(input_ids=tokens, labels=tokens).loss.backward()
+    return [layer.mlp.forward._needs_graph for layer in model.model.layers]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_tiles_run_no_more_often_under_wrappers(wrap: str, tmp_path: Path) -> None:
+    """Weights are found among an MLP's own, before and after they are gathered: no tile is checkpointed by itself."""
+    assert run_ranks(2, _tiles_that_run_again, tmp_path, wrap) == [[False] * LAYERS] * 2
