@@ -14,9 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import distca_hf
+from distca_hf.errors import ConfigError
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks
@@ -111,3 +112,42 @@ def _tiles_that_run_again(wrap: str) -> list[bool]:
 def test_tiles_run_no_more_often_under_wrappers(wrap: str, tmp_path: Path) -> None:
     """Weights are found among an MLP's own, before and after they are gathered: no tile is checkpointed by itself."""
     assert run_ranks(2, _tiles_that_run_again, tmp_path, wrap) == [[False] * LAYERS] * 2
+
+
+def _refusal_of_divided_mlps() -> str:
+    model = tiny_model(num_hidden_layers=LAYERS).train()
+    distca_hf.enable(model, distca_hf.DistCAPlugin(mlp_tokens=16))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.model.layers[0].mlp.up_proj, model):
+        fully_shard(part, mesh=mesh)
+    tokens = torch.arange(70)[None]
+    try:
+        model(input_ids=tokens, labels=tokens)
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_weights_that_fsdp_gathers_for_each_tile_are_refused(tmp_path: Path) -> None:
+    """Ranks may have unequal numbers of tiles, and would gather unequally often."""
+    for refusal in run_ranks(2, _refusal_of_divided_mlps, tmp_path):
+        assert "mlp_tokens=16: FSDP around a part of LlamaMLP gathers weights for each tile" in refusal
+
+
+def _flat_gradients() -> list[torch.Tensor]:
+    """Gradients of weights that FSDP1 made one tensor, with whole MLPs and with tiles."""
+    gradients = []
+    for mlp_tokens in (0, 16):
+        torch.manual_seed(0)
+        model = tiny_model(num_hidden_layers=LAYERS).train()
+        distca_hf.enable(model, distca_hf.DistCAPlugin(mlp_tokens=mlp_tokens))
+        wrapped = FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu"))
+        tokens = torch.arange(70)[None]
+        wrapped(input_ids=tokens, labels=tokens).loss.backward()
+        gradients.append(next(wrapped.parameters()).grad)
+    return gradients
+
+
+def test_tiles_give_flat_weights_their_gradients(tmp_path: Path) -> None:
+    for whole, tiled in run_ranks(2, _flat_gradients, tmp_path):
+        torch.testing.assert_close(tiled, whole, rtol=1e-4, atol=1e-7)
