@@ -34,7 +34,7 @@ class Job:
     """The training that a model is checked for.
 
     Attributes:
-        gpu: of each rank.
+        gpu: kind of every rank's GPU.
         num_ranks: GPUs that share weights.
         tokens_per_rank: tokens that each holds in a micro-step.
         checkpointing, liger, micro_steps, mlp_tokens, state_on_host: see `memory.TrainingSetup`.
@@ -98,8 +98,8 @@ class JobMemory:
     """The memory of a job.
 
     Attributes:
-        of_ways: by way to shard weights; empty if it is not known.
-        largest_tokens, with_liger_tokens: most tokens per rank that fit, and with Liger's fused loss; by the same.
+        of_ways: memory per way to shard weights; empty if it is not known.
+        largest_tokens, with_liger_tokens: most tokens per rank that fit, and with Liger's fused loss, per way.
         advice: what does not fit under FSDP2, and what makes it fit; empty if any way fits.
     """
 
