@@ -138,6 +138,17 @@ class Spans:
         }
 
     @cached_property
+    def offsets(self) -> tuple[torch.Tensor, ...]:
+        """The tensors among the fields: one if queries and keys have the same."""
+        own = self.cu_seqlens_q, self.cu_seqlens_k
+        return own[:1] if self.cu_seqlens_q is self.cu_seqlens_k else own
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The numbers among the fields."""
+        return self.max_seqlen_q, self.max_seqlen_k
+
+    @cached_property
     def queries(self) -> list[int]:
         """Query offsets on the host, for kernels that loop over tasks; waits for the device."""
         return self.cu_seqlens_q.tolist()

@@ -43,6 +43,7 @@ from types import ModuleType
 import torch
 
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Outputs, Room, Saved, Spans
+from distca_hf.kernels.launches import RecordedCalls
 
 
 HOPPER = 9  # compute capability
@@ -289,23 +290,28 @@ class Flash4Kernel:
         self._forward = interface._flash_attn_fwd
         self._backward = interface._flash_attn_bwd
         self._cache_bytes = cache_bytes
+        self._recorded = RecordedCalls(interface)
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        room_out, room_lse = room
-        if room_lse is not None and room_lse.stride(1) != 1:
-            room_lse = None  # the package writes the rows of a head one after the other
-        out, lse, *_ = self._forward(
-            *inputs,
-            **spans.by_name,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-            **options_of_package(spec),
-            **self._packing(inputs.q_TNH, spans, spec),
-            return_lse=True,
-            out=room_out,
-            lse=room_lse,
-        )
-        return room.filled(out if room_out is None else room_out, lse if room_lse is None else room_lse)
+        # The package writes the log-sum-exps of a head one after the other.
+        in_place = room.lse_NT is None or room.lse_NT.stride(1) == 1
+        out, lse = (room if in_place else room._replace(lse_NT=None)).made(inputs)
+
+        def attend() -> None:
+            self._forward(
+                *inputs,
+                **spans.by_name,
+                softmax_scale=spec.scale,
+                causal=spec.causal,
+                **options_of_package(spec),
+                **self._packing(inputs.q_TNH, spans, spec),
+                return_lse=True,
+                out=out,
+                lse=lse,
+            )
+
+        self._recorded.run(attend, (*inputs, out, lse, *spans.offsets), "forward", spec, *spans.longest)
+        return room.filled(out, lse)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
@@ -333,19 +339,24 @@ class Flash4Kernel:
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
         dq_TNH, dk_SGH, dv_SGV = gradients
-        self._backward(
-            *saved[:4],
-            dout_TNV,
-            saved.lse_NT,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-            **options_of_package(spec),
-            **spans.by_name,
-            deterministic=spec.deterministic,
-            dq=dq_TNH,
-            dk=dk_SGH,
-            dv=dv_SGV,
-        )
+
+        def derive() -> None:
+            self._backward(
+                *saved[:4],
+                dout_TNV,
+                saved.lse_NT,
+                softmax_scale=spec.scale,
+                causal=spec.causal,
+                **options_of_package(spec),
+                **spans.by_name,
+                deterministic=spec.deterministic,
+                dq=dq_TNH,
+                dk=dk_SGH,
+                dv=dv_SGV,
+            )
+
+        tensors = (*saved, dout_TNV, *gradients, *spans.offsets)
+        self._recorded.run(derive, tensors, "backward", spec, *spans.longest)
 
     def _packing(self, q_TNH: torch.Tensor, spans: Spans, spec: AttentionSpec) -> dict[str, bool]:
         """Returns the package's option that keeps heads apart if that is faster; else nothing."""

@@ -194,6 +194,41 @@ def test_long_prefixes_have_the_results_of_the_packages_own_calls(
             assert torch.equal(result, right), what
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, SPEC._replace(causal=False), SPEC._replace(window_tokens=40), SPEC._replace(deterministic=True)],
+    ids=["causal", "no mask", "window", "deterministic"],
+)
+@pytest.mark.parametrize("tasks", [[(64, 64), (3, 2048), (777, 1554)], [(9, 11)] * 300], ids=["few", "300 documents"])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("name", [_unless_absent("flash4")])
+def test_alike_calls_repeat_what_the_package_launched_for_the_first(
+    name: str, kv_heads: int, tasks: list[tuple[int, int]], spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = importlib.import_module("flash_attn.cute.interface")
+    functions = {name: getattr(package, name) for name in ("_flash_attn_fwd", "_flash_attn_bwd")}
+    called_every_time, ours = Flash4Kernel(SimpleNamespace(**functions)), Flash4Kernel(package)  # type: ignore[arg-type]
+    q, k, v, dout = _tensors(tasks, 8, kv_heads, 128)
+    spans, calls = _spans(tasks), list[str]()
+    right = _run(called_every_time, q, k, v, dout, spans, spec)  # compiles
+    for name in ("_forward", "_backward"):
+        function = getattr(ours, name)
+        monkeypatch.setattr(
+            ours, name, lambda *a, name=name, function=function, **k: (calls.append(name), function(*a, **k))
+        )
+
+    for repeat in range(3):
+        others = [x.clone() for x in (q, k, v, dout)]
+        for what, result, truth in zip(
+            ("out", "lse", "dq", "dk", "dv"), _run(ours, *others, spans, spec), right, strict=True
+        ):
+            if what in ("dq", "dk", "dv") and not spec.deterministic:  # blocks add to them in any order
+                assert (result - truth).abs().max() <= 2**-7 * truth.abs().max(), f"{what}, call {repeat}"
+            else:
+                assert torch.equal(result, truth), f"{what}, call {repeat}"
+    assert calls == ["_forward", "_backward"]
+
+
 @each_kernel
 def test_deterministic_backward_is_bit_equal(name: KernelName) -> None:
     tasks = [(2048, 2048), (1024, 4096)]

@@ -1,0 +1,197 @@
+"""Launches: repeats what a function of FlashAttention 4 launched, without the function's Python.
+
+In every call a function checks its tensors and chooses among kernels, which takes the host 80 to 130 µs. Launching
+what it chose takes 10 µs. The choice depends only on sizes, strides and alignment, and layers of a micro-batch differ
+in none of them. So the first of alike calls is recorded, and the others repeat it on their own tensors:
+
+    function(q, k, v, out, lse, ...)                 recorded
+        checks, choices                              -
+        sums = torch.zeros(...)                      new tensor 0: torch.zeros(...)
+        compile_cache[key](q, sums, scale)           launch: a kernel, with tensor q, new tensor 0, and the number
+        compile_cache[other](sums, out)              launch: a kernel, with new tensor 0, and tensor out
+
+A function that does anything else with a tensor is called every time. Kernels are compared with the reference before
+they are used, both the function and what was recorded (`kernels.reference`).
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+# Functions of torch whose results are new tensors.
+MAKES_TENSORS = (torch.empty, torch.zeros)
+# Results of functions of torch that only look at a tensor.
+FACTS = (bool, int, float, tuple, torch.dtype, torch.device)
+# Recorded calls at most: micro-batches of other sizes are recorded, too.
+MOST_CALLS = 1024
+# Kernels assume that addresses are multiples of this, or are compiled for others.
+ALIGNED_BYTES = 16
+
+
+class Launch(NamedTuple):
+    """A compiled kernel, its arguments, and which of them are tensors: their places, and numbers of tensors."""
+
+    kernel: Callable[..., object]
+    arguments: Sequence[object]
+    tensors: Sequence[tuple[int, int]]
+
+
+class Launches(NamedTuple):
+    """What a call makes and launches, in order. Tensors are numbered: those of the call, then new ones."""
+
+    new_tensors: Sequence[Callable[[], torch.Tensor]]
+    launches: Sequence[Launch]
+
+    def repeat(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Launches the same on these tensors of a call."""
+        numbered = [*tensors, *[make() for make in self.new_tensors]]
+        for kernel, arguments, places in self.launches:
+            given = [*arguments]
+            for place, number in places:
+                given[place] = numbered[number]
+            kernel(*given)
+
+
+class RecordedCalls:
+    """Calls of a package's functions that were recorded.
+
+    Args:
+        package: module whose functions keep compiled kernels in their attribute `compile_cache`. Without such
+            functions nothing is recorded.
+    """
+
+    def __init__(self, package: ModuleType) -> None:
+        self._functions = [function for function in vars(package).values() if hasattr(function, "compile_cache")]
+        self._known: dict[Hashable, Launches | None] = {}
+        self._recording = threading.Lock()
+
+    def run(self, call: Callable[[], object], tensors: Sequence[torch.Tensor], *facts: Hashable) -> None:
+        """Runs a call, or repeats what an alike one launched.
+
+        Args:
+            call: writes its results into some of the tensors.
+            tensors: all that it reads and writes, each once.
+            facts: everything else that it depends on.
+        """
+        if not self._functions:
+            call()
+            return
+        layouts = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES, x.dtype) for x in tensors]
+        key = facts, tensors[0].device, *layouts
+        launches = self._known.get(key)
+        if launches is not None:
+            launches.repeat(tensors)
+        elif key in self._known or not self._recording.acquire(blocking=False):
+            call()
+        else:
+            try:
+                self._record(key, call, tensors)
+            finally:
+                self._recording.release()
+
+    def _record(self, key: Hashable, call: Callable[[], object], tensors: Sequence[torch.Tensor]) -> None:
+        """Runs a call, and remembers what it launched."""
+        recorder = _Recorder(tensors)
+        with _noted(self._functions, recorder), recorder:
+            call()
+        if recorder.compiles:  # which looks at tensors in ways of its own: the next one is recorded
+            return
+        if len(self._known) >= MOST_CALLS:
+            self._known.clear()
+        self._known[key] = recorder.launches()
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes what a call in this thread does with tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+        self._numbers = {id(x): number for number, x in enumerate(tensors)}
+        self._kept: list[object] = []  # or the next object might get the same id
+        self._new_tensors: list[Callable[[], torch.Tensor]] = []
+        self._launches: list[Launch] = []
+        self._first_new = len(tensors)
+        self._can_repeat = len(self._numbers) == len(tensors)
+        self._launches_now = False
+        self.compiles = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._launches_now:
+            return result
+        if func in MAKES_TENSORS:
+            self._numbers[id(result)] = self._first_new + len(self._new_tensors)
+            self._new_tensors.append(partial(func, *args, **(kwargs or {})))
+        elif func is torch.Tensor.detach and id(args[0]) in self._numbers:
+            self._numbers[id(result)] = self._numbers[id(args[0])]
+        elif not isinstance(result, FACTS) or _holds_tensor(result):
+            self._can_repeat = False
+        self._kept.append(result)
+        return result
+
+    def launch(self, kernel: Callable[..., object], *arguments: object, **named: object) -> object:
+        """Launches a compiled kernel, and notes it."""
+        if threading.get_ident() != self._thread:
+            return kernel(*arguments, **named)
+        self._launches_now = True
+        result = kernel(*arguments, **named)
+        self._launches_now = False
+        places = [
+            (place, self._numbers[id(each)]) for place, each in enumerate(arguments) if id(each) in self._numbers
+        ]
+        others = [each for each in arguments if id(each) not in self._numbers]
+        self._can_repeat &= not named and not any(map(_holds_tensor, others))
+        known = {place for place, _ in places}
+        template = [None if place in known else each for place, each in enumerate(arguments)]
+        self._launches.append(Launch(kernel, template, places))
+        return result
+
+    def launches(self) -> Launches | None:
+        """Returns what was launched; None if it cannot be repeated."""
+        can_repeat = self._can_repeat and self._launches
+        return Launches(self._new_tensors, self._launches) if can_repeat else None
+
+
+def _holds_tensor(value: object) -> bool:
+    """Returns whether an argument is or may hold a tensor."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_tensor, value))
+    return not (value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)))
+
+
+class _NotedCache:
+    """Compiled kernels of a function, whose launches are noted."""
+
+    def __init__(self, kernels: Any, recorder: _Recorder) -> None:
+        self._kernels, self._recorder = kernels, recorder
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kernels
+
+    def __setitem__(self, key: object, kernel: object) -> None:
+        self._kernels[key] = kernel
+        self._recorder.compiles = True
+
+    def __getitem__(self, key: object) -> Callable[..., object]:
+        return partial(self._recorder.launch, self._kernels[key])
+
+
+@contextmanager
+def _noted(functions: Sequence[Any], recorder: _Recorder) -> Iterator[None]:
+    """Notes launches of some functions meanwhile."""
+    caches = [function.compile_cache for function in functions]
+    for function, kernels in zip(functions, caches, strict=True):
+        function.compile_cache = _NotedCache(kernels, recorder)
+    try:
+        yield
+    finally:
+        for function, kernels in zip(functions, caches, strict=True):
+            function.compile_cache = kernels
