@@ -11,13 +11,18 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from distca_hf.arrays import IndexRanges, IntArray
+from distca_hf.arrays import IndexRanges, IntArray, ceil_div
 from distca_hf.comm.transport import ExchangeSplits
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.rows import RowSums
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.routing import RankPlan, Routing
+
+
+# Offsets of a call begin at multiples of so many entries, 16 bytes: FlashAttention 4 copies others in each backward.
+ALIGNED_ENTRIES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +127,7 @@ class PinnedRouting:
         # Two buffers, because each copy costs host time, whatever its size:
         #
         #     table     | lengths | strides | firsts |      of all ranges of all index maps; int64
-        #     offsets   | call 0: queries, keys | call 1: queries, keys | ...      int32, as kernels take them
+        #     offsets   | call 0: queries | call 0: keys | call 1: queries | ...   int32, as kernels take them
         moves = routing.queries
         ranges = [
             routing.send_rows,
@@ -145,7 +150,7 @@ class PinnedRouting:
             calls=calls,
             totals=tuple(part.total for part in ranges),
             table=_pinned(np.stack((joined.lengths, joined.strides, firsts)), pin),
-            offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
+            offsets=_pinned(_aligned(offsets), pin),
         )
 
     def to(self, device: torch.device) -> DeviceRouting:
@@ -239,18 +244,33 @@ def _device_calls(
         of_kind = []
         for call in calls:
             entries = len(call.cu_seqlens_q)
+            of_keys = at + aligned_entries(entries)
             spans = Spans(
                 cu_seqlens_q=offsets[at : at + entries],
-                cu_seqlens_k=offsets[at + entries : at + 2 * entries],
+                cu_seqlens_k=offsets[of_keys : of_keys + entries],
                 max_seqlen_q=_longest(call.cu_seqlens_q),
                 max_seqlen_k=_longest(call.cu_seqlens_k),
             )
-            at += 2 * entries
+            at = of_keys + aligned_entries(entries)
             queries, keys = slice(call.query_start, call.query_stop), slice(call.key_start, call.key_stop)
             how = call.heads, call.groups, call.pairs, call.window_tokens
             of_kind.append(DeviceCall(call.kind, queries, keys, spans, *how, adds=call in adding))
         made.append(tuple(of_kind))
     return tuple(made)
+
+
+def aligned_entries(entries: int) -> int:
+    """Returns the entries that offsets of a call take up."""
+    return ceil_div(entries, ALIGNED_ENTRIES) * ALIGNED_ENTRIES
+
+
+def _aligned(offsets: Sequence[IntArray]) -> NDArray[np.int32]:
+    """Returns offsets of calls one after the other, with zeros between them."""
+    joined, at = np.zeros(sum(aligned_entries(len(each)) for each in offsets), dtype=np.int32), 0
+    for each in offsets:
+        joined[at : at + len(each)] = each
+        at += aligned_entries(len(each))
+    return joined
 
 
 def _longest(offsets: IntArray) -> int:
