@@ -139,7 +139,7 @@ class Spans:
 
     @cached_property
     def offsets(self) -> tuple[torch.Tensor, ...]:
-        """The tensors among the fields: one if queries and keys have the same."""
+        """The tensors among the fields: one if queries and keys share it."""
         own = self.cu_seqlens_q, self.cu_seqlens_k
         return own[:1] if self.cu_seqlens_q is self.cu_seqlens_k else own
 

@@ -1,8 +1,8 @@
 """Launches: repeats what a function of FlashAttention 4 launched, without the function's Python.
 
 In every call a function checks its tensors and chooses among kernels, which takes the host 80 to 130 µs. Launching
-what it chose takes 10 µs. The choice depends only on sizes, strides and alignment, and layers of a micro-batch differ
-in none of them. So the first of alike calls is recorded, and the others repeat it on their own tensors:
+what it chose takes 20 µs. The choice depends on dtypes, sizes, strides and alignment, and layers of a micro-batch
+differ in none of them. So the first of alike calls is recorded, and the others repeat it on their own tensors:
 
     function(q, k, v, out, lse, ...)                 recorded
         checks, choices                              -
@@ -10,8 +10,9 @@ in none of them. So the first of alike calls is recorded, and the others repeat 
         compile_cache[key](q, sums, scale)           launch: a kernel, with tensor q, new tensor 0, and the number
         compile_cache[other](sums, out)              launch: a kernel, with new tensor 0, and tensor out
 
-A function that does anything else with a tensor is called every time. Kernels are compared with the reference before
-they are used, both the function and what was recorded (`kernels.reference`).
+A call is not repeated if the function was seen to do anything else with a tensor, or if a tensor reached no launch.
+Before a kernel is used, its repeated calls are compared with the reference, too (`kernels.reference`). Recording takes
+about as long as four calls, so it pays from five alike layers.
 """
 
 import threading
@@ -27,11 +28,11 @@ from torch.overrides import TorchFunctionMode
 
 # Functions of torch whose results are new tensors.
 MAKES_TENSORS = (torch.empty, torch.zeros)
-# Results of functions of torch that only look at a tensor.
+# Types that functions of torch return if they only read a property of a tensor.
 FACTS = (bool, int, float, tuple, torch.dtype, torch.device)
-# Recorded calls at most: micro-batches of other sizes are recorded, too.
+# Calls that are remembered. Micro-batches of other sizes add more; then all are forgotten.
 MOST_CALLS = 1024
-# Kernels assume that addresses are multiples of this, or are compiled for others.
+# The package copies tensors whose addresses are not multiples of this.
 ALIGNED_BYTES = 16
 
 
@@ -67,17 +68,19 @@ class RecordedCalls:
             functions nothing is recorded.
     """
 
+    # Of all instances: they replace attributes of the same functions.
+    _recording = threading.Lock()
+
     def __init__(self, package: ModuleType) -> None:
         self._functions = [function for function in vars(package).values() if hasattr(function, "compile_cache")]
         self._known: dict[Hashable, Launches | None] = {}
-        self._recording = threading.Lock()
 
     def run(self, call: Callable[[], object], tensors: Sequence[torch.Tensor], *facts: Hashable) -> None:
         """Runs a call, or repeats what an alike one launched.
 
         Args:
             call: writes its results into some of the tensors.
-            tensors: all that it reads and writes, each once.
+            tensors: all that it reads and writes.
             facts: everything else that it depends on.
         """
         if not self._functions:
@@ -101,7 +104,7 @@ class RecordedCalls:
         recorder = _Recorder(tensors)
         with _noted(self._functions, recorder), recorder:
             call()
-        if recorder.compiles:  # which looks at tensors in ways of its own: the next one is recorded
+        if recorder.compiles:  # compilers do more with tensors, so the next call is recorded
             return
         if len(self._known) >= MOST_CALLS:
             self._known.clear()
@@ -119,7 +122,8 @@ class _Recorder(TorchFunctionMode):
         self._new_tensors: list[Callable[[], torch.Tensor]] = []
         self._launches: list[Launch] = []
         self._first_new = len(tensors)
-        self._can_repeat = len(self._numbers) == len(tensors)
+        self._launched: set[int] = set()
+        self._can_repeat = len(self._numbers) == len(tensors)  # or a tensor has two roles
         self._launches_now = False
         self.compiles = False
 
@@ -152,12 +156,13 @@ class _Recorder(TorchFunctionMode):
         known = {place for place, _ in places}
         template = [None if place in known else each for place, each in enumerate(arguments)]
         self._launches.append(Launch(kernel, template, places))
+        self._launched.update(number for _, number in places)
         return result
 
     def launches(self) -> Launches | None:
         """Returns what was launched; None if it cannot be repeated."""
-        can_repeat = self._can_repeat and self._launches
-        return Launches(self._new_tensors, self._launches) if can_repeat else None
+        reached = len(self._launched) == self._first_new + len(self._new_tensors)
+        return Launches((*self._new_tensors,), (*self._launches,)) if self._can_repeat and reached else None
 
 
 def _holds_tensor(value: object) -> bool:
@@ -173,6 +178,9 @@ class _NotedCache:
     def __init__(self, kernels: Any, recorder: _Recorder) -> None:
         self._kernels, self._recorder = kernels, recorder
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
     def __contains__(self, key: object) -> bool:
         return key in self._kernels
 
@@ -186,12 +194,14 @@ class _NotedCache:
 
 @contextmanager
 def _noted(functions: Sequence[Any], recorder: _Recorder) -> Iterator[None]:
-    """Notes launches of some functions meanwhile."""
+    """Notes what some functions launch within the `with` block."""
     caches = [function.compile_cache for function in functions]
-    for function, kernels in zip(functions, caches, strict=True):
-        function.compile_cache = _NotedCache(kernels, recorder)
+    noted = [_NotedCache(kernels, recorder) for kernels in caches]
+    for function, cache in zip(functions, noted, strict=True):
+        function.compile_cache = cache
     try:
         yield
     finally:
-        for function, kernels in zip(functions, caches, strict=True):
-            function.compile_cache = kernels
+        for function, kernels, cache in zip(functions, caches, noted, strict=True):
+            if function.compile_cache is cache:  # others may have replaced it
+                function.compile_cache = kernels

@@ -44,7 +44,7 @@ OTHER_TASKS = (256, 200), (40, 200)
 WINDOW_TOKENS = 40
 # Largest standard deviation of scores: kernels approximate tanh to a thousandth, and the error grows with the scores.
 LARGEST_SPREAD = 12.0
-# Calls of a trial: a kernel may compile in the first, record what it launches in the second, and repeat that.
+# Calls of a trial: a kernel may compile in the first, record what it launches in the second, and repeat it.
 CALLS = 3
 # Largest distance from the reference, as a share of its length.
 LARGEST_ERROR = 0.05
@@ -156,18 +156,16 @@ def describe_error(
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-    q, dout = tensor(queries, num_heads, head_dim), tensor(queries, num_heads, value_dim)
-    inputs = Inputs(q, tensor(keys, num_kv_heads, head_dim), tensor(keys, num_kv_heads, value_dim))
     spans = _spans(tasks, device)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        expected = _results(ReferenceKernel(), inputs, dout, spans, spec)
         for _ in range(CALLS):
-            got = _results(kernel, inputs, dout, spans, spec)
+            q, dout = tensor(queries, num_heads, head_dim), tensor(queries, num_heads, value_dim)
+            inputs = Inputs(q, tensor(keys, num_kv_heads, head_dim), tensor(keys, num_kv_heads, value_dim))
+            got, expected = (_results(one, inputs, dout, spans, spec) for one in (kernel, ReferenceKernel()))
             for name, right in expected.items():
                 error = float((got[name].double() - right.double()).norm() / right.double().norm())
                 if not error <= LARGEST_ERROR:  # NaN, too
-                    distance = f"{error:.2g} of the right one's length away from that"
-                    return f"its {name} is {distance}, on {queries} random tokens"
+                    return f"its {name} has a relative error of {error:.2g}, on {queries} random tokens"
     return None
 
 

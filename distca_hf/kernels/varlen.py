@@ -293,7 +293,7 @@ class Flash4Kernel:
         self._recorded = RecordedCalls(interface)
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        # The package writes the log-sum-exps of a head one after the other.
+        # The package writes log-sum-exps of a head contiguously.
         in_place = room.lse_NT is None or room.lse_NT.stride(1) == 1
         out, lse = (room if in_place else room._replace(lse_NT=None)).made(inputs)
 

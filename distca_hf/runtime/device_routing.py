@@ -21,7 +21,8 @@ from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.routing import RankPlan, Routing
 
 
-# Offsets of a call begin at multiples of so many entries, 16 bytes: FlashAttention 4 copies others in each backward.
+# Offsets of a call begin at multiples of this many entries, 16 bytes: FlashAttention 4 copies unaligned ones in each
+# backward call.
 ALIGNED_ENTRIES = 4
 
 
