@@ -17,7 +17,7 @@ from distca_hf.kernels.rows import sink_gradients
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions
 from distca_hf.runtime.live_plan import LivePlan, find_plan, newest_plans
-from distca_hf.runtime.regions import RetainingRegion, current_run
+from distca_hf.runtime.regions import current_run, retaining_run
 from distca_hf.runtime.retention import Kept
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
@@ -46,9 +46,7 @@ def _flash_attn(
     sinks_N: torch.Tensor | None,
 ) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and the received rows that are kept for backward (see `Kept`)."""
-    plan, how, run = newest_plans.get(handle) or find_plan(handle), spec_of(*spec), current_run()
-    if run is not None and not isinstance(run.region, RetainingRegion):
-        run = None
+    plan, how, run = newest_plans.get(handle) or find_plan(handle), spec_of(*spec), retaining_run(current_run())
     call = plan.forward_pass.calls + 1
     try:
         if layer is not None:

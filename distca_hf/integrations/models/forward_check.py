@@ -21,6 +21,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import PositionLimits, refused_loss
 from distca_hf.integrations.models.decoder_layers import layer_masks_of, masks_of_layers
+from distca_hf.integrations.models.head_tiles import tiled_attention
 from distca_hf.integrations.models.structure import (
     IMPLEMENTATION,
     attention_layers,
@@ -68,6 +69,8 @@ class ForwardCheck:
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model outside its text part, by name.
         masks: masks of its attention layers by name, as placement counts them.
+        tiles: tiles of heads of every layer that has several; each makes an attention call.
+        layers_of_calls: number of the layer of each attention call, if a pass runs every layer once.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: of the latest pass; None before the first one.
     """
@@ -79,6 +82,9 @@ class ForwardCheck:
         self._attention_configs = text_configs(inner)
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.masks = masks_of_layers(inner)
+        self.tiles = tiled_attention(inner, config.attention_kv_heads) if config.attention_kv_heads else {}
+        numbered = enumerate(self.layers.values())
+        self.layers_of_calls = [number for number, layer in numbered for _ in range(self.tiles.get(layer, 1))]
         self.num_calls: int | None = None
         self.calls_before: PassCalls | None = None
         self._module_facts: dict[str, object] | None = None
@@ -235,10 +241,12 @@ class ForwardCheck:
             PlanError: some layers did so, or were left out, in a later pass.
         """
         calls = plan.forward_pass.calls
-        if self.num_calls is None and calls < len(self.layers):
+        expected = len(self.layers_of_calls)
+        if self.num_calls is None and calls < expected:
+            what = "tiles of heads of its attention layers" if self.tiles else "attention layers"
             raise UnsupportedAttentionError(
-                f"{self._class_name}: {calls} of its {len(self.layers)} attention layers came through distca in the "
-                "first forward pass; the others computed something else, and no step was taken"
+                f"{self._class_name}: {calls} of its {expected} {what} came through distca in the first forward pass; "
+                "the others computed something else, and no step was taken"
             )
         if self.num_calls is not None and calls != self.num_calls:
             raise PlanError(

@@ -5,6 +5,7 @@ For any other training batch, ranks agree here. Its plan is made ahead, or when 
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -38,9 +39,10 @@ from distca_hf.integrations.models.decoder_layers import (
 )
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
+from distca_hf.integrations.models.head_tiles import TiledAttention
 from distca_hf.integrations.models.hooks import BackboneCalls, HiddenHook
 from distca_hf.integrations.models.mixers import MixerWatch
-from distca_hf.integrations.models.mlp_tiles import tile, tiled_mlps, untile
+from distca_hf.integrations.models.mlp_tiles import TiledMlp, tiled_mlps
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
 from distca_hf.integrations.models.structure import (
@@ -52,6 +54,7 @@ from distca_hf.integrations.models.structure import (
     transformers_model,
     without_kinds_of_text,
 )
+from distca_hf.integrations.models.tiles import tile, untile
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
@@ -106,11 +109,14 @@ class ForwardWatch:
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
         of_model = not self._mixers.need_whole, self._borders.is_multimodal, self._vocabulary_tokens
         tensor_ranks, check = context.members.grid.shape[2], self._check
-        self._head_groups = head_groups_of(root, tensor_ranks)
+        self._head_groups = head_groups_of(root, tensor_ranks, context.attention_kv_heads)
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, window)
-        self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
+        masks = [check.masks[name] for name in check.layers]
+        self._call_masks = tuple(Counter(masks[layer] for layer in check.layers_of_calls).items())
+        of_layers = zip(check.layers.values(), masks, strict=True)
+        self._recomputed = RecomputedLayers({layer: [mask] * check.tiles.get(layer, 1) for layer, mask in of_layers})
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
@@ -186,7 +192,8 @@ class ForwardWatch:
         if not any(isinstance(given.get(name), torch.Tensor) for name in TOKENS):
             return None  # a method runs instead of forward
         self._is_running = True
-        tile(self._mlps, self.context.mlp_tokens)
+        tile(self._mlps, TiledMlp, self.context.mlp_tokens)
+        tile(self._check.tiles, TiledAttention, self.context.attention_kv_heads)
         self._borders.end()
         self.loss.begin(None)
         self._counted.begin({}, None, trains=False)
@@ -204,6 +211,8 @@ class ForwardWatch:
                 batch = batch | tokens_in(batch)
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):
                     batch = batch | self._mixers.alone(batch, trains)
+                if trains and self._check.tiles:  # a cache would have all heads
+                    batch = batch | self._no_cache(batch)
                 return None if batch.keys() == given.keys() and not is_square(given) else (args, batch)
             plan = self._plan_given(module, batch, trains)
             batch = batch | tokens_in(batch) | fill_empty(batch)
@@ -240,7 +249,7 @@ class ForwardWatch:
             **config.shared_settings(),
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
-            "attention layers that are recomputed": sum(map(len, self._recomputed.regions)),
+            "attention calls that are recomputed": sum(map(len, self._recomputed.regions)),
             "checkpointed modules that attend again": self._recomputed.again,
             "masks of their layers": self._recomputed.regions,
             "received rows wait for recomputation": rows_wait,
@@ -250,12 +259,14 @@ class ForwardWatch:
     def _begin(self, module: nn.Module, plan: LivePlan, trains: bool) -> None:
         """Begins a pass for which `_prepare` was called."""
         calls, grid = self._check.num_calls, self.context.members.grid
-        layers = PassLayers(calls or len(self._check.layers), self._layer_masks, self._recomputed.regions)
+        of_calls = self._check.layers_of_calls
+        layers = PassLayers(calls or len(of_calls), self._call_masks, self._recomputed.regions)
         trace = self.reported_steps.begin(
             plan, trains, lambda: predictable(self.root, self.flops, self._recomputed.parts(module), grid)
         )
         plan.begin_forward_pass(
-            calls, self._facts, layers, self._check.calls_before, trace, self._check.shared_state(grid)
+            *(calls, self._facts, layers, self._check.calls_before, trace, self._check.shared_state(grid)),
+            of_calls if self._check.tiles and calls in (None, len(of_calls)) else (),
         )
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
