@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -216,7 +216,6 @@ class LivePlan:
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
         state: Mapping[str, Mapping[str, object]] = NO_STATE,
-        layers_of_calls: Sequence[int] = (),
     ) -> None:
         """Begins a forward pass of a model with this plan, in which these layers attend; for other arguments see
         `ForwardPass`."""
@@ -226,7 +225,7 @@ class LivePlan:
         self._layers = layers
         if self._has_lookup:  # none yet if the micro-batch is planned later
             self.kinds.begin_forward_pass(self._layers)
-        of_pass = facts, num_calls, before, trace, state, self._also, layers_of_calls
+        of_pass = facts, num_calls, before, trace, state, self._also, layers.layers_of_calls
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, *of_pass)
 
     def plan_anew(self) -> None:

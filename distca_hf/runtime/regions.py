@@ -165,8 +165,8 @@ class RetainingRegion:
 
 
 class TileRegion:
-    """Keeps the outputs of its calls as autograd keeps tensors of a graph. Checkpointing around it, of any kind, decides
-    about them as about all others: it drops them after forward, and has them again when backward comes."""
+    """Keeps the outputs of its calls as autograd keeps tensors of a graph. So any kind of checkpointing around it
+    drops them after forward, and has them again when backward comes."""
 
     def __init__(self) -> None:
         self._calls: list[Outputs] = []

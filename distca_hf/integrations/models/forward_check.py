@@ -8,8 +8,10 @@ must be equal.
 import copy
 import json
 import zlib
+from collections import Counter
 from collections.abc import Collection
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import nn
@@ -34,6 +36,7 @@ from distca_hf.integrations.models.weights_check import SharedState, replicated_
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_calls import PassCalls
+from distca_hf.runtime.retention import PassLayers, Regions
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import ddp_awaits_every_gradient
 
@@ -70,7 +73,7 @@ class ForwardCheck:
         towers: parts of a multimodal model outside its text part, by name.
         masks: masks of its attention layers by name, as placement counts them.
         tiles: tiles of heads of every layer that has several; each makes an attention call.
-        layers_of_calls: number of the layer of each attention call, if a pass runs every layer once.
+        call_masks: masks of each layer's attention calls in a pass that runs it once.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: of the latest pass; None before the first one.
     """
@@ -83,8 +86,7 @@ class ForwardCheck:
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.masks = masks_of_layers(inner)
         self.tiles = tiled_attention(inner, config.attention_kv_heads) if config.attention_kv_heads else {}
-        numbered = enumerate(self.layers.values())
-        self.layers_of_calls = [number for number, layer in numbered for _ in range(self.tiles.get(layer, 1))]
+        self.call_masks = {layer: [self.masks[name]] * self.tiles.get(layer, 1) for name, layer in self.layers.items()}
         self.num_calls: int | None = None
         self.calls_before: PassCalls | None = None
         self._module_facts: dict[str, object] | None = None
@@ -96,6 +98,18 @@ class ForwardCheck:
     def forget_passes(self) -> None:
         """Forgets everything about earlier passes."""
         self.num_calls = self.calls_before = self._module_facts = self._state = None
+
+    def pass_layers(self, regions: Regions) -> PassLayers:
+        """Returns the layers of the next pass, by their calls.
+
+        Args:
+            regions: see `PassLayers`.
+        """
+        masks = list(chain(*self.call_masks.values()))
+        of_calls: tuple[int, ...] = ()
+        if self.tiles and self.num_calls in (None, len(masks)):
+            of_calls = tuple(number for number, calls in enumerate(self.call_masks.values()) for _ in calls)
+        return PassLayers(self.num_calls or len(masks), tuple(Counter(masks).items()), regions, of_calls)
 
     def facts(self, again: bool) -> dict[str, object]:
         """Returns facts about the model that must be the same on all ranks. Reads modules once, before the first pass.
@@ -241,7 +255,7 @@ class ForwardCheck:
             PlanError: some layers did so, or were left out, in a later pass.
         """
         calls = plan.forward_pass.calls
-        expected = len(self.layers_of_calls)
+        expected = sum(map(len, self.call_masks.values()))
         if self.num_calls is None and calls < expected:
             what = "tiles of heads of its attention layers" if self.tiles else "attention layers"
             raise UnsupportedAttentionError(

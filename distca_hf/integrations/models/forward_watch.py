@@ -5,7 +5,6 @@ For any other training batch, ranks agree here. Its plan is made ahead, or when 
 """
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -58,7 +57,6 @@ from distca_hf.integrations.models.tiles import tile, untile
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.retention import PassLayers
 from distca_hf.telemetry import get_logger
 
 
@@ -100,9 +98,10 @@ class ForwardWatch:
         self.loss = PlacedLoss(inner, root)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
-        parameters, of_decoder = (inspect.signature(part.forward).parameters for part in (inner, text_decoder(inner)))
+        parts = inner, text_decoder(inner), backbone_of(inner)
+        parameters, *inside = (inspect.signature(part.forward).parameters for part in parts)
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        self._accepts_use_cache = "use_cache" in parameters or (passes_on and "use_cache" in of_decoder)
+        self._accepts_use_cache = "use_cache" in parameters or (passes_on and any("use_cache" in of for of in inside))
         self._logged_cache = False
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
@@ -113,10 +112,7 @@ class ForwardWatch:
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, window)
-        masks = [check.masks[name] for name in check.layers]
-        self._call_masks = tuple(Counter(masks[layer] for layer in check.layers_of_calls).items())
-        of_layers = zip(check.layers.values(), masks, strict=True)
-        self._recomputed = RecomputedLayers({layer: [mask] * check.tiles.get(layer, 1) for layer, mask in of_layers})
+        self._recomputed = RecomputedLayers(check.call_masks)
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
@@ -259,14 +255,12 @@ class ForwardWatch:
     def _begin(self, module: nn.Module, plan: LivePlan, trains: bool) -> None:
         """Begins a pass for which `_prepare` was called."""
         calls, grid = self._check.num_calls, self.context.members.grid
-        of_calls = self._check.layers_of_calls
-        layers = PassLayers(calls or len(of_calls), self._call_masks, self._recomputed.regions)
+        layers = self._check.pass_layers(self._recomputed.regions)
         trace = self.reported_steps.begin(
             plan, trains, lambda: predictable(self.root, self.flops, self._recomputed.parts(module), grid)
         )
         plan.begin_forward_pass(
-            *(calls, self._facts, layers, self._check.calls_before, trace, self._check.shared_state(grid)),
-            of_calls if self._check.tiles and calls in (None, len(of_calls)) else (),
+            calls, self._facts, layers, self._check.calls_before, trace, self._check.shared_state(grid)
         )
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:

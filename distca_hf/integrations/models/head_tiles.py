@@ -27,7 +27,8 @@ from transformers import Cache, PreTrainedModel
 
 from distca_hf.cost import heads_of_tiles
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.structure import Function, attention_layers, syntax_of
+from distca_hf.integrations.models.distributed import heads_divided_by
+from distca_hf.integrations.models.structure import Function, attention_layers, source_of, syntax_of
 from distca_hf.integrations.models.tiles import TiledForward
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.runtime.regions import TileRegion, runs_of
@@ -41,10 +42,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Names that Transformers gives to the output projection.
 OUTPUTS = ("o_proj", "out_proj", "dense")
 # Norms of queries, keys and values. If a weight has the numbers of one head, each head is normalized by itself.
-NORMS = (
-    *("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
-)
+NORMS = (*("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),)
 SINKS = "sinks"
+# In the source of modules whose query projection gives each head a gate of its output (Qwen3-Next).
+GATED = "self.head_dim * 2"
 # Dropout after the output projection; it must be 0.
 DROPOUTS = ("residual_dropout", "resid_dropout")
 # Other attributes that do not depend on the number of heads.
@@ -67,10 +68,14 @@ def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
         ConfigError: there is none, or a module cannot run on some of its heads; names the module and the reason.
     """
     layers, setting = attention_layers(model), f"{TiledAttention.setting}={most}"
+    if heads_divided_by(model) > 1:
+        raise ConfigError(f"{setting}: tensor ranks divide the heads of this model already; leave one of both out")
     for name, layer in layers.items():
         reason = next(refusals(layer), None)
         if reason is not None:
-            raise ConfigError(f"{setting}: {name} ({type(layer).__name__}) {reason}; leave {TiledAttention.setting} out")
+            raise ConfigError(
+                f"{setting}: {name} ({type(layer).__name__}) {reason}; leave {TiledAttention.setting} out"
+            )
     tiles = {layer: len(heads_of_tiles(_kv_heads(layer), most)) for layer in layers.values()}
     tiled = {layer: number for layer, number in tiles.items() if number > 1}
     if not tiled:
@@ -79,12 +84,15 @@ def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
             f"{setting}: no layer of {type(model).__name__} has more than {heads} KV heads, and there is nothing to "
             f"divide; set it below {heads}, or leave it out"
         )
-    log.info("attention of %d of %d layers runs on %d KV heads at a time", len(tiled), len(layers), most)
+    log.info("attention of %d of %d layers runs in tiles of at most %d KV heads", len(tiled), len(layers), most)
     return tiled
 
 
 def refusals(layer: nn.Module) -> Iterator[str]:
     """Yields why an attention module cannot run on some of its heads."""
+    if any(hasattr(weight, "ds_id") for weight in layer.parameters()):
+        yield "has weights that DeepSpeed ZeRO-3 divides between ranks"
+        return
     used = _used(type(layer).forward)
     unknown = sorted(used - KNOWN)
     if unknown:
@@ -97,18 +105,19 @@ def refusals(layer: nn.Module) -> Iterator[str]:
     projections = {name: getattr(layer, name) for name in PROJECTIONS}
     for name, projection in projections.items():
         if not _is_linear(projection):
-            yield f"has a {type(projection).__name__} as {name}; a linear layer, with or without LoRA, has rows of heads"
+            yield f"has a {type(projection).__name__} as {name}, not a linear layer, with or without LoRA"
             return
     head_dim, (q, k, v) = int(layer.head_dim), (one.out_features for one in projections.values())  # type: ignore[arg-type]
     output = getattr(_output(layer), "in_features", q)
-    if k != v or k % head_dim or q % k or output != q:
+    gated = 2 if GATED in source_of(type(layer).forward) else 1
+    if k != v or k % head_dim or output % k or q != gated * output:
         yield (
             f"has {q}, {k} and {v} rows in {', '.join(PROJECTIONS)}, and {output} columns in its output projection: "
             f"these are not heads of {head_dim} numbers"
         )
     for name, weight in layer.named_parameters():
         shape, part = tuple(weight.shape), name.partition(".")[0]
-        right = {SINKS: (q // head_dim,)} | dict.fromkeys(NORMS, (head_dim,))
+        right = {SINKS: (output // head_dim,)} | dict.fromkeys(NORMS, (head_dim,))
         if part in right and shape != right[part]:
             yield f"has {name} of shape {shape}, which is not {right[part]}: it is of all heads together"
     for name in DROPOUTS:
@@ -119,8 +128,8 @@ def refusals(layer: nn.Module) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _used(forward: Function) -> frozenset[str]:
-    """Returns names of the attributes that a forward function uses, and of its configuration's; "self" if it passes its
-    module on."""
+    """Returns names of the attributes that a forward function uses, of its module and of its configuration; and "self"
+    if it passes the module on."""
     nodes = list(syntax_of(forward))
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     own = {node.attr for node in attributes if ast.unparse(node.value) == "self"}
@@ -128,7 +137,9 @@ def _used(forward: Function) -> frozenset[str]:
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) in TAKE_MODULE]
     allowed = {id(argument) for call in calls for argument in call.args}
     allowed |= {id(node.value) for node in attributes}
-    passes = {node.id for node in nodes if isinstance(node, ast.Name) and node.id == "self" and id(node) not in allowed}
+    passes = {
+        node.id for node in nodes if isinstance(node, ast.Name) and node.id == "self" and id(node) not in allowed
+    }
     return frozenset(own | of_config | passes)
 
 
@@ -155,15 +166,19 @@ class TiledAttention(TiledForward):
 
     @hidden_from_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Runs the module. With a cache, which has all heads, it runs on all of them.
+        """Runs the module. Outside of training, with a cache, which has all heads, it runs on all of them.
 
         Raises:
             ConfigError: the module has parts that act on all heads, or results of them.
         """
-        module = self.module
         if any(isinstance(given, Cache) for given in (*args, *kwargs.values())):
-            whole: tuple[Any, ...] = type(module).forward(module, *args, **kwargs)
-            return whole
+            if not torch.is_grad_enabled():
+                whole: tuple[Any, ...] = type(self.module).forward(self.module, *args, **kwargs)
+                return whole
+            raise ConfigError(
+                f"{self.setting}={self.most}: {type(self.module).__name__} got a cache of all heads; train with "
+                f"use_cache=False, or leave {self.setting} out"
+            )
         self._check()
         x, args = (kwargs.pop("hidden_states"), args) if "hidden_states" in kwargs else (args[0], args[1:])
         parts = self._parts()
@@ -174,9 +189,7 @@ class TiledAttention(TiledForward):
         for part in parts:
             region = TileRegion()
             given = partial(self._run_again, part, versions), _Input.apply(x, total), *args
-            outputs.append(
-                checkpoint(*given, use_reentrant=False, context_fn=partial(runs_of, region), **kwargs)
-            )
+            outputs.append(checkpoint(*given, use_reentrant=False, context_fn=partial(runs_of, region), **kwargs))
             region.hold()
         # Outputs of tiles are kept anyway. All of them together are needed once more, and only for a moment.
         return checkpoint(self._project, *outputs, use_reentrant=False), None
@@ -219,14 +232,18 @@ class TiledAttention(TiledForward):
     def _parts(self) -> list[nn.Module]:
         """Returns the module once for each tile, with rows of its heads."""
         module = self.module
-        kv_heads, head_dim = heads_of_tiles(_kv_heads(module), self.most), int(module.head_dim)  # type: ignore[arg-type]
-        queries = module.q_proj.out_features // module.k_proj.out_features  # type: ignore[operator, union-attr]
-        rows = {name: [heads * head_dim for heads in kv_heads] for name in PROJECTIONS}
-        rows["q_proj"] = [queries * number for number in rows["q_proj"]]
-        of_tiles: dict[str, list[Any]] = {name: _rows_of(getattr(module, name), each) for name, each in rows.items()}
-        sinks = getattr(module, SINKS, None)
+        kv_heads = heads_of_tiles(_kv_heads(module), self.most)
+
+        def rows(number: int) -> list[int]:
+            return [number // sum(kv_heads) * heads for heads in kv_heads]
+
+        projections = {name: getattr(module, name) for name in PROJECTIONS}
+        of_tiles = {
+            name: _rows_of(projection, rows(projection.out_features)) for name, projection in projections.items()
+        }
+        sinks: Any = getattr(module, SINKS, None)
         if sinks is not None:
-            of_tiles[SINKS] = list(sinks.split([queries * heads for heads in kv_heads]))
+            of_tiles[SINKS] = list(sinks.split(rows(len(sinks))))
         output = next(name for name in OUTPUTS if hasattr(module, name))
         of_tiles[output] = [_same] * len(kv_heads)
         return [
@@ -245,10 +262,10 @@ def _with(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
     return part
 
 
-def _rows_of(projection: Any, rows: list[int]) -> list[Callable[..., torch.Tensor]]:
+def _rows_of(projection: Any, rows: list[int]) -> list[Callable[..., Any]]:
     """Returns a linear layer once for each number of consecutive rows."""
     if type(projection) is nn.Linear:
-        biases = [None] * len(rows) if projection.bias is None else projection.bias.split(rows)
+        biases: Any = [None] * len(rows) if projection.bias is None else projection.bias.split(rows)
         weights = projection.weight.split(rows)
         return [partial(linear, weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True)]
     bases = _rows_of(projection.base_layer, rows)

@@ -35,8 +35,8 @@ class TiledForward(ABC):
         """Runs the module."""
 
     def check_weights(self) -> None:
-        """Raises ConfigError if weights are gathered for each tile: ranks may have unequal numbers of them, and tiles may
-        have parts of weights."""
+        """Raises ConfigError if weights are gathered for each tile: tiles may use parts of weights, and ranks may have
+        unequal numbers of tiles."""
         is_zero3 = any(hasattr(weight, "ds_id") for weight in self.module.parameters())
         if is_zero3 or any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in self.module.modules()):
             name = type(self.module).__name__
