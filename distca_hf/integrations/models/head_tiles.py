@@ -29,7 +29,7 @@ from distca_hf.cost import heads_of_tiles
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import heads_divided_by
 from distca_hf.integrations.models.structure import Function, attention_layers, source_of, syntax_of
-from distca_hf.integrations.models.tiles import TiledForward
+from distca_hf.integrations.models.tiles import TiledForward, Versions
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.runtime.regions import TileRegion, runs_of
 from distca_hf.telemetry import get_logger
@@ -194,7 +194,7 @@ class TiledAttention(TiledForward):
         # Outputs of tiles are kept anyway. All of them together are needed once more, and only for a moment.
         return checkpoint(self._project, *outputs, use_reentrant=False), None
 
-    def _run_again(self, part: nn.Module, versions: list[tuple[int, bool]], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _run_again(self, part: nn.Module, versions: Versions, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.check_versions(versions)
         return self._run(part, *args, **kwargs)
 

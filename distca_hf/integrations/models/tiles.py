@@ -7,10 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from distca_hf.errors import ConfigError
+
+
+# Weights with their versions, and whether they are trained.
+Versions = list[tuple[torch.Tensor, int, bool]]
 
 
 class TiledForward(ABC):
@@ -46,13 +51,15 @@ class TiledForward(ABC):
                 f"leave {self.setting} out"
             )
 
-    def versions(self) -> list[tuple[int, bool]]:
-        """Returns what would differ if weights were changed, or others were trained (another adapter)."""
-        return [(weight._version, weight.requires_grad) for weight in self.module.parameters()]
+    def versions(self) -> Versions:
+        """Returns weights, and what differs after they were changed, or if others are trained (another adapter)."""
+        parts = [vars(part) for part in self.module.modules()]  # FSDP1 makes weights plain attributes
+        weights = [weight for own in parts for weight in (*own["_parameters"].values(), own.get("weight"))]
+        return [(weight, weight._version, weight.requires_grad) for weight in weights if weight is not None]
 
-    def check_versions(self, of_forward: list[tuple[int, bool]]) -> None:
+    def check_versions(self, of_forward: Versions) -> None:
         """Raises RuntimeError if weights were changed, or others are trained, since forward."""
-        if of_forward != self.versions():
+        if any((weight._version, weight.requires_grad) != (version, trains) for weight, version, trains in of_forward):
             raise RuntimeError(
                 f"weights of {type(self.module).__name__}, which runs in tiles, were changed, or others are trained, "
                 f"between its forward pass and backward: change them after backward, or leave {self.setting} out"
