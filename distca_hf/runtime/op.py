@@ -15,7 +15,7 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_layer_outputs, spec_of
 from distca_hf.kernels.rows import sink_gradients
 from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions
+from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions, noted_in_tiles
 from distca_hf.runtime.live_plan import LivePlan, find_plan, newest_plans
 from distca_hf.runtime.regions import current_run, retaining_run
 from distca_hf.runtime.retention import Kept
@@ -144,7 +144,7 @@ def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[
     return *gradients, *[None] * 4, sink_gradients(dout, out, lse, sinks) if ctx.trains_sinks else None
 
 
-_planned = define_op(kept_in_regions(_flash_attn), _shapes, _backward, _save)
+_planned = noted_in_tiles(define_op(kept_in_regions(_flash_attn), _shapes, _backward, _save))
 
 
 def flash_attn(

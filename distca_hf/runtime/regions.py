@@ -180,7 +180,10 @@ class TileRegion:
             self._calls = [tuple(islice(tensors, size)) for size in self._sizes]
 
     def save(self, outputs: Outputs) -> None:
-        """Keeps detached aliases until `hold`: an operator's outputs get a history, which would hold the region."""
+        """Does nothing: `note` gets outputs of all calls, also of operators that run no function."""
+
+    def note(self, outputs: Outputs) -> None:
+        """Keeps detached aliases until `hold`: outputs have a history, which would hold the region."""
         self._calls.append(tuple(x.detach() for x in outputs))
 
     def hold(self) -> None:

@@ -94,13 +94,15 @@ def refusals(layer: nn.Module) -> Iterator[str]:
         yield "has weights that DeepSpeed ZeRO-3 divides between ranks"
         return
     used = _used(type(layer).forward)
-    unknown = sorted(used - KNOWN)
-    if unknown:
+    missing = [name for name in PROJECTIONS if name not in used]
+    unknown = sorted(used - KNOWN, key=lambda name: (name.startswith("config."), name))
+    if unknown and not missing:
         yield f"uses {unknown[0]}, which is not known to work on some of the heads"
         return
-    missing = [name for name in (*PROJECTIONS, "head_dim") if name not in used]
-    if missing or not used & {*OUTPUTS}:
-        yield f"has no {[*missing, OUTPUTS[0]][0]}"
+    missing += [] if used & {*OUTPUTS} else [OUTPUTS[0]]
+    missing += [] if "head_dim" in used else ["head_dim"]
+    if missing:
+        yield f"has no {missing[0]}"
         return
     projections = {name: getattr(layer, name) for name in PROJECTIONS}
     for name, projection in projections.items():
