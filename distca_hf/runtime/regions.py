@@ -186,6 +186,11 @@ class TileRegion:
         """Keeps detached aliases until `hold`: outputs have a history, which would hold the region."""
         self._calls.append(tuple(x.detach() for x in outputs))
 
+    def returned(self, output: torch.Tensor) -> bool:
+        """Returns whether an output is, perhaps in another shape, that of the only call."""
+        outputs = self._calls[0][0] if len(self._calls) == 1 else None
+        return outputs is not None and (outputs.data_ptr(), outputs.numel()) == (output.data_ptr(), output.numel())
+
     def hold(self) -> None:
         """Gives the outputs of all calls to autograd; called after forward."""
         anchor = torch.empty(0, requires_grad=True)  # nothing else comes before: a history would hold the region

@@ -7,7 +7,8 @@
 A tile has some KV heads and the query heads that share them: the module's own forward runs with their rows of the
 projections' weights, and without the output projection, which runs once on all heads. Tiles are checkpointed one by
 one. Their attention outputs are kept (`runtime.regions.TileRegion`), so only one tile's queries, keys and values are
-computed again at a time. Input gradients of tiles are summed in fp32.
+computed again at a time. Recomputation of a layer that kept attention outputs does not compute any, so that tiles cost
+no time. Input gradients of tiles are summed in fp32.
 
 Modules are known to work in tiles if their forward uses only attributes in `KNOWN`, and weights have rows of heads.
 """
@@ -31,7 +32,7 @@ from distca_hf.integrations.models.distributed import heads_divided_by
 from distca_hf.integrations.models.structure import Function, attention_layers, source_of, syntax_of
 from distca_hf.integrations.models.tiles import TiledForward, Versions
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.runtime.regions import TileRegion, runs_of
+from distca_hf.runtime.regions import TileRegion, current_run, is_saved, outputs_in, runs_of
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import hidden_from_dynamo
 
@@ -165,6 +166,7 @@ class TiledAttention(TiledForward):
     """The function of an attention module that runs in tiles of at most `most` KV heads."""
 
     setting = "attention_kv_heads"
+    _only_attends = False
 
     @hidden_from_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -190,15 +192,31 @@ class TiledAttention(TiledForward):
         outputs = []
         for part in parts:
             region = TileRegion()
-            given = partial(self._run_again, part, versions), _Input.apply(x, total), *args
+            given = partial(self._run_kept, region, part, versions), _Input.apply(x, total), *args
             outputs.append(checkpoint(*given, use_reentrant=False, context_fn=partial(runs_of, region), **kwargs))
             region.hold()
         # Outputs of tiles are kept anyway. All of them together are needed once more, and only for a moment.
         return checkpoint(self._project, *outputs, use_reentrant=False), None
 
-    def _run_again(self, part: nn.Module, versions: Versions, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _run_kept(
+        self, region: TileRegion, part: nn.Module, versions: Versions, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Runs a tile in forward or in its recomputation. A recomputed layer that kept attention outputs needs nothing
+        else of a tile, whose own recomputation follows."""
         self.check_versions(versions)
-        return self._run(part, *args, **kwargs)
+        run = current_run()
+        assert run is not None
+        if run.recomputes:
+            return self._run(part, x, *args, **kwargs)
+        if self._only_attends and is_saved(run.outer):
+            outputs = outputs_in(run.outer, tuple)
+            region.note(outputs)
+            return _Again.apply(torch.empty(0, requires_grad=True), outputs[0].view(*x.shape[:-1], -1))
+        output = self._run(part, x, *args, **kwargs)
+        # Numbers that dropout does not draw would be drawn by the next one.
+        drops = any(isinstance(one, nn.Dropout) and one.p for one in self.module.modules())
+        self._only_attends = not drops and region.returned(output)
+        return output
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs a tile."""
@@ -303,6 +321,18 @@ class _SummedGradient:
             return None
         self._total, self._missing = None, self._tiles
         return total.to(dx.dtype)
+
+
+class _Again(torch.autograd.Function):
+    """Gives an output that was kept a history, as it has in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None]:
+        raise AssertionError("backward of a layer runs through the graph of forward")
 
 
 class _Input(torch.autograd.Function):

@@ -32,6 +32,7 @@ from transformers import (
 import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.integrations import attention
+from distca_hf.integrations.models import head_tiles
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.runtime import local_attention
 from support.models import SIZES as OTHER_SIZES
@@ -198,6 +199,27 @@ def test_only_one_tile_has_queries_keys_and_values_at_a_time(how: str, monkeypat
     assert alive == [3] * 3 * LAYERS
 
 
+@pytest.mark.parametrize(("how", "times"), [("none", 2), ("save", 2), ("offload", 2), ("recompute", 3)])
+@pytest.mark.parametrize("name", ["llama", "gates, states"])
+def test_queries_keys_and_values_are_computed_no_more_often(
+    how: str, times: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a layer keeps attention outputs: its recomputation needs nothing else of a tile, unless gates follow."""
+    model, computed = tiled(model_of(MODELS[name]), 1, how), list[int]()
+    linear = head_tiles.linear
+
+    def counting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        computed.append(len(weight))
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(head_tiles, "linear", counting)
+    gradients(model)
+    gated = name != "llama"
+    layers = LAYERS - gated
+
+    assert len(computed) == 3 * 3 * layers * (3 if gated and how != "none" else times)
+
+
 @pytest.mark.parametrize("how", ["offload", "recompute"])
 def test_outputs_do_not_wait_for_backward_if_layers_do_not_keep_them(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -265,9 +287,10 @@ def test_adapters(how: str) -> None:
     assert_equal(gradients(tiled(adapted(), 2, how)), gradients(whole(adapted())))
 
 
-def test_dropout_of_adapters_is_repeated() -> None:
+@pytest.mark.parametrize("how", CHECKPOINTING)
+def test_dropout_of_adapters_is_repeated(how: str) -> None:
     """Tiles draw other numbers than whole modules, and the same ones when they run again."""
-    model = tiled(adapted(0.5), 2)
+    model = tiled(adapted(0.5), 2, how)
     direct = model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight
     results = gradients(model)
     step = 1e-2  # losses are in fp32
