@@ -30,11 +30,12 @@ from transformers import (
 )
 
 import distca_hf
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, NotFiniteError
 from distca_hf.integrations import attention
 from distca_hf.integrations.models import head_tiles
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.runtime import local_attention
+from support.data import random_dataset
 from support.models import SIZES as OTHER_SIZES
 
 
@@ -405,6 +406,18 @@ def test_a_copy_of_a_model_follows_its_own_plugin(monkeypatch: pytest.MonkeyPatc
     gradients(tiled(deepcopy(model), 2))
 
     assert set(runs) == {(2, 1), (4, 2)}
+
+
+def test_errors_name_layer_and_tile() -> None:
+    model = llama().train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=64, attention_kv_heads=1, debug=distca_hf.Debug(check_finite=True))
+    distca_hf.enable(model, plugin)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[20] = torch.nan  # of the third head
+    batch = next(iter(plugin.dataloader(random_dataset())))
+
+    with pytest.raises(NotFiniteError, match="rank 0, micro-batch 0, layer 1, tile 2, forward: key is not finite"):
+        model(**{**batch, "input_ids": batch["input_ids"] % 64})
 
 
 def test_weights_changed_before_backward_are_an_error() -> None:
