@@ -1,4 +1,4 @@
-"""Attention in tiles of heads over real ranks: documents are cut, heads divided, and gradients those of whole modules."""
+"""Attention in tiles of heads over real ranks: documents are cut, and gradients are those of whole modules."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import distca_hf
-from distca_hf.errors import ConfigError, PlanError
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks

@@ -72,7 +72,7 @@ def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
     if heads_divided_by(model) > 1:
         raise ConfigError(f"{setting}: tensor ranks divide the heads of this model already; leave one of both out")
     for name, layer in layers.items():
-        reason = next(refusals(layer), None)
+        reason = next(head_refusals(layer), None)
         if reason is not None:
             raise ConfigError(
                 f"{setting}: {name} ({type(layer).__name__}) {reason}; leave {TiledAttention.setting} out"
@@ -89,7 +89,7 @@ def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
     return tiled
 
 
-def refusals(layer: nn.Module) -> Iterator[str]:
+def head_refusals(layer: nn.Module) -> Iterator[str]:
     """Yields why an attention module cannot run on some of its heads."""
     if any(hasattr(weight, "ds_id") for weight in layer.parameters()):
         yield "has weights that DeepSpeed ZeRO-3 divides between ranks"

@@ -414,7 +414,7 @@ def test_errors_name_layer_and_tile() -> None:
     distca_hf.enable(model, plugin)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[20] = torch.nan  # of the third head
-    batch = next(iter(plugin.dataloader(random_dataset())))
+    batch = next(iter(plugin.dataloader(random_dataset(lengths=(40,)))))
 
     with pytest.raises(NotFiniteError, match="rank 0, micro-batch 0, layer 1, tile 2, forward: key is not finite"):
         model(**{**batch, "input_ids": batch["input_ids"] % 64})
