@@ -128,15 +128,15 @@ class LayerSize:
 
     def attending_bytes(self, hidden_size: int, liger: bool, tensor_ranks: int, heads_share: float) -> float:
         """Returns bytes of a token in queries, keys and values of one tile, and in their gradients, which kernels sum
-        in fp32. Several tiles also hold a copy of their output's gradient, or two gradients of their input, and the
-        sum of these in fp32."""
+        in fp32. If there are several, also in a copy of its output gradient, or in an input gradient, and in the fp32
+        sum of these."""
         if self.heads is None:
             return 0.0
         computed = self._qkv_bytes(liger) + (HALF_BYTES + SINGLE_BYTES) * self._attended_numbers
         if heads_share == 1:
             return computed / tensor_ranks
         attends = heads_share * (computed + HALF_BYTES * self.heads.query * self.heads.value_dim)
-        projects = heads_share * HALF_BYTES * self._attended_numbers + 2 * HALF_BYTES * hidden_size
+        projects = heads_share * HALF_BYTES * self._attended_numbers + HALF_BYTES * hidden_size
         return SINGLE_BYTES * hidden_size + max(attends, projects)
 
     @property

@@ -8,7 +8,7 @@ A tile has some KV heads and the query heads that share them: the module's own f
 projections' weights, and without the output projection, which runs once on all heads. Tiles are checkpointed one by
 one. Their attention outputs are kept (`runtime.regions.TileRegion`), so only one tile's queries, keys and values are
 computed again at a time. Recomputation of a layer that kept attention outputs does not compute any, so that tiles cost
-no time. Input gradients of tiles are summed in fp32.
+no time. Gradients of the input are summed in fp32.
 
 Modules are known to work in tiles if their forward uses only attributes in `KNOWN`, and weights have rows of heads.
 """
@@ -185,14 +185,12 @@ class TiledAttention(TiledForward):
             )
         self._check()
         x, args = (kwargs.pop("hidden_states"), args) if "hidden_states" in kwargs else (args[0], args[1:])
-        parts = self._parts()
         if not torch.is_grad_enabled():
-            return self._project(*[self._run(part, x, *args, **kwargs) for part in parts]), None
-        total, versions = _SummedGradient(len(parts)), self.versions()
-        outputs = []
-        for part in parts:
+            return self._project(*[self._run(part, x, *args, **kwargs) for part in self._parts(None)]), None
+        outputs, versions = [], self.versions()
+        for part in self._parts(_SummedGradient()):
             region = TileRegion()
-            given = partial(self._run_kept, region, part, versions), _Input.apply(x, total), *args
+            given = partial(self._run_kept, region, part, versions), x, *args
             outputs.append(checkpoint(*given, use_reentrant=False, context_fn=partial(runs_of, region), **kwargs))
             region.hold()
         # Outputs of tiles are kept anyway. All of them together are needed once more, and only for a moment.
@@ -249,8 +247,12 @@ class TiledAttention(TiledForward):
                 f"take it away, or leave {self.setting} out"
             )
 
-    def _parts(self) -> list[nn.Module]:
-        """Returns the module once for each tile, with rows of its heads."""
+    def _parts(self, total: "_SummedGradient | None") -> list[nn.Module]:
+        """Returns the module once for each tile, with rows of its heads.
+
+        Args:
+            total: sums gradients of the input; None if there are none.
+        """
         module = self.module
         kv_heads = heads_of_tiles(_kv_heads(module), self.most)
 
@@ -261,6 +263,9 @@ class TiledAttention(TiledForward):
         of_tiles = {
             name: _rows_of(projection, rows(projection.out_features)) for name, projection in projections.items()
         }
+        if total is not None:
+            total.missing = total.parts = len(PROJECTIONS) * len(kv_heads)
+            of_tiles = {name: [partial(_summed, total, rows) for rows in each] for name, each in of_tiles.items()}
         sinks: Any = getattr(module, SINKS, None)
         if sinks is not None:
             of_tiles[SINKS] = list(sinks.split(rows(len(sinks))))
@@ -273,6 +278,11 @@ class TiledAttention(TiledForward):
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def _summed(total: "_SummedGradient", project: Callable[..., Any], x: torch.Tensor) -> Any:
+    """Returns a projection of the input, whose gradient is summed."""
+    return project(_Input.apply(x, total))
 
 
 def _with(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
@@ -300,26 +310,26 @@ def _rows_of(projection: Any, rows: list[int]) -> list[Callable[..., Any]]:
 
 
 class _SummedGradient:
-    """Sum of the input's gradients of all tiles, in fp32 at least.
+    """Sum of an input's gradients of all projections in all tiles, in fp32 at least.
 
-    Args:
-        tiles: number of tiles.
+    Attributes:
+        parts, missing: number of these gradients, and of those that are not in the sum yet.
     """
 
-    def __init__(self, tiles: int) -> None:
-        self._tiles = self._missing = tiles
+    def __init__(self) -> None:
+        self.parts = self.missing = 0
         self._total: torch.Tensor | None = None
 
-    def with_tile(self, dx: torch.Tensor) -> torch.Tensor | None:
-        """Adds the gradient of a tile; returns the sum after the last one, in the dtype of the input."""
+    def add(self, dx: torch.Tensor) -> torch.Tensor | None:
+        """Adds a gradient; returns the sum after the last one, in the dtype of the input."""
         if self._total is None:
             total = dx.to(accumulation_dtype(dx.dtype), copy=True)
         else:
             total = self._total.add_(dx)
-        self._total, self._missing = total, self._missing - 1
-        if self._missing:
+        self._total, self.missing = total, self.missing - 1
+        if self.missing:
             return None
-        self._total, self._missing = None, self._tiles
+        self._total, self.missing = None, self.parts
         return total.to(dx.dtype)
 
 
@@ -336,7 +346,7 @@ class _Again(torch.autograd.Function):
 
 
 class _Input(torch.autograd.Function):
-    """Gives a tile the input."""
+    """Gives the input to a projection."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, total: _SummedGradient) -> torch.Tensor:
@@ -346,4 +356,4 @@ class _Input(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return ctx.total.with_tile(dx), None
+        return ctx.total.add(dx), None
