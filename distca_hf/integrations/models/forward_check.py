@@ -257,10 +257,10 @@ class ForwardCheck:
         calls = plan.forward_pass.calls
         expected = sum(map(len, self.call_masks.values()))
         if self.num_calls is None and calls < expected:
-            what = "tiles of heads of its attention layers" if self.tiles else "attention layers"
             raise UnsupportedAttentionError(
-                f"{self._class_name}: {calls} of its {expected} {what} came through distca in the first forward pass; "
-                "the others computed something else, and no step was taken"
+                f"{self._class_name}: {calls} of its {expected} {'tiles of heads in ' * bool(self.tiles)}"
+                "attention layers came through distca in the first forward pass; the others computed something else, "
+                "and no step was taken"
             )
         if self.num_calls is not None and calls != self.num_calls:
             raise PlanError(
