@@ -105,15 +105,14 @@ def test_in_tiles_an_mlp_grows_with_the_tile() -> None:
 
 
 def test_in_tiles_attention_grows_with_the_heads() -> None:
-    """Of what attention held at once only the norm and gradients of the sum and of the output stay whole. An fp32 sum of
-    input gradients is added, and the output's gradient of a tile, or an input gradient."""
+    """Only the norm and gradients of the sum and of the output stay whole. An fp32 sum of input gradients is added, and
+    the output's gradient of a tile, or an input gradient."""
     setup, numbers = replace(OFFLOADED, mlp_tokens=1024), 4096 + 2 * 1024
     for heads, tile in ((4, 8 * numbers // 2 + 2 * 4096 // 2), (2, 8 * numbers // 4 + 2 * 4096 // 4)):
         found = of(replace(setup, attention_kv_heads=heads))
         assert found.layer == (3 * 2 * 4096 + 4 * 4096 + tile) * TOKENS
-    assert (
-        of(replace(setup, attention_kv_heads=1)).layer == (3 * 2 * 4096 + 4 * 4096 + numbers + 2 * 4096 // 8) * TOKENS
-    )
+    tile = 2 * numbers // 8 + 2 * 4096  # gradients of one head's projections, and one of their input
+    assert of(replace(setup, attention_kv_heads=1)).layer == (3 * 2 * 4096 + 4 * 4096 + tile) * TOKENS
     assert of(replace(setup, attention_kv_heads=8)) == of(setup)
     whole, tiles = (of(replace(OFFLOADED, attention_kv_heads=heads)) for heads in (0, 2))
     assert whole.layer - tiles.layer == 2 * numbers * TOKENS  # not there in the MLP's backward
