@@ -10,11 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 import distca_hf
+from distca_hf.errors import ConfigError
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks
+from support.versions import needs_transformers
 
 
 LAYERS, KV_HEADS, STEPS = 2, 5, 2
@@ -102,3 +105,56 @@ def test_gradients_are_those_of_whole_modules(ranks: int, wrap: str, given: bool
             assert whole_calls == [LAYERS] * STEPS
             assert calls == [3 * LAYERS] * STEPS  # tiles of 2, 2 and 1 KV heads
             assert given or more_exchanges == [0] * STEPS, form
+
+
+def _refusal_of_divided_heads(folder: Path) -> str:
+    from transformers.distributed import DistributedConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    with pytest.raises(ConfigError) as refused:
+        distca_hf.enable(model, distca_hf.DistCAPlugin(attention_kv_heads=1), 64)
+    return str(refused.value)
+
+
+@needs_transformers("5.23", "older ones divide models otherwise")
+def test_heads_that_tensor_ranks_divide_are_refused(tmp_path: Path) -> None:
+    tiny_model(num_key_value_heads=4).save_pretrained(tmp_path / "model")
+    for refusal in run_ranks(2, _refusal_of_divided_heads, tmp_path / "ranks", tmp_path / "model"):
+        assert "attention_kv_heads=1: tensor ranks divide the heads of this model already" in refusal
+
+
+def _refusal_of_sharded_projections() -> str:
+    model = tiny_model(num_hidden_layers=LAYERS).train()
+    distca_hf.enable(model, distca_hf.DistCAPlugin(attention_kv_heads=1))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.model.layers[0].self_attn.q_proj, model):
+        fully_shard(part, mesh=mesh)
+    tokens = torch.arange(70)[None]
+    with pytest.raises(ConfigError) as refused:
+        model(input_ids=tokens, labels=tokens)
+    return str(refused.value)
+
+
+def test_projections_that_fsdp_gathers_are_refused(tmp_path: Path) -> None:
+    for refusal in run_ranks(2, _refusal_of_sharded_projections, tmp_path):
+        assert "attention_kv_heads=1: FSDP around a part of LlamaAttention gathers weights for each tile" in refusal
+
+
+def _evaluated(heads: int) -> list[float]:
+    """Losses of an evaluation whose documents are cut, after a step of training."""
+    model = tiny_model(num_hidden_layers=LAYERS, num_key_value_heads=4)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, attention_kv_heads=heads, evaluate="distca")
+    distca_hf.enable(model.double(), plugin)
+    losses = []
+    for is_training in (True, False, True):
+        batch = next(iter(plugin.dataloader(random_dataset(), shuffle=False)))
+        model.train(is_training)
+        with torch.set_grad_enabled(is_training):
+            losses.append(model(**batch).loss.item())
+    return losses
+
+
+def test_passes_without_gradients_run_in_tiles_as_well(tmp_path: Path) -> None:
+    whole, tiled = (run_ranks(2, _evaluated, tmp_path / str(heads), heads) for heads in (0, 3))
+    for one, other in zip(whole, tiled, strict=True):
+        assert one == pytest.approx(other, rel=1e-12)

@@ -105,8 +105,8 @@ def test_in_tiles_an_mlp_grows_with_the_tile() -> None:
 
 
 def test_in_tiles_attention_grows_with_the_heads() -> None:
-    """Only the norm and gradients of the sum and of the output stay whole. An fp32 sum of input gradients is added, and
-    the output's gradient of a tile, or an input gradient."""
+    """Only the norm and gradients of the sum and of the output stay whole. Added are an fp32 sum of input gradients,
+    and the output gradient of a tile, or an input gradient."""
     setup, numbers = replace(OFFLOADED, mlp_tokens=1024), 4096 + 2 * 1024
     for heads, tile in ((4, 8 * numbers // 2 + 2 * 4096 // 2), (2, 8 * numbers // 4 + 2 * 4096 // 4)):
         found = of(replace(setup, attention_kv_heads=heads))
