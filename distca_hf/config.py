@@ -206,6 +206,12 @@ class DistCAConfig(Settings):
         "MLPs of decoder layers run on this many tokens at a time, which saves memory within a layer. 0: on all.",
         at_least=0,
     )
+    attention_kv_heads: int = _setting(
+        0,
+        "Attention modules run on at most this many KV heads at a time, with the query heads that share them, which "
+        "saves memory within a layer. 0: on all.",
+        at_least=0,
+    )
     evaluate: Evaluation = _setting(
         "local",
         "Evaluation: every rank attends to its own batches (local), or batches are placed on all ranks as in "

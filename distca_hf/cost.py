@@ -342,3 +342,10 @@ def divide_heads(key_value_heads: int) -> int:
     """Returns the largest divisor of the KV heads up to `ENOUGH_GROUPS`, or their number if that divisor is 1."""
     groups = max(divisor for divisor in range(1, ENOUGH_GROUPS + 1) if key_value_heads % divisor == 0)
     return groups if groups > 1 else key_value_heads
+
+
+def heads_of_tiles(key_value_heads: int, most: int) -> list[int]:
+    """Returns the KV heads of each tile of at most so many, the larger ones first; one tile of all heads if `most` is
+    0."""
+    tiles = -(-key_value_heads // most) if most else 1
+    return [key_value_heads // tiles + (tile < key_value_heads % tiles) for tile in range(tiles)]

@@ -46,7 +46,7 @@ class CallTrace:
 
     Attributes:
         part: of the pass.
-        layer: number of the layer among those that attend.
+        layer: number of the layer among those that attend; of the call, if layers make several.
         window_tokens: of its sliding window; 0 without one.
         begin_us: microseconds from the beginning of the pass.
         spans: uses of time in their order, and microseconds of each. In forward and backward calls every chunk of an

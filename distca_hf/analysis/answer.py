@@ -10,7 +10,7 @@ import numpy as np
 
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, fit_lengths
 from distca_hf.analysis.first_step import StepReport
-from distca_hf.analysis.fit import Room, advice, check_host_options
+from distca_hf.analysis.fit import Room, advice, check_tiles_and_host
 from distca_hf.analysis.memory import (
     Checkpointing,
     Memory,
@@ -50,7 +50,7 @@ class Assumptions:
             of attention ("saved").
         liger: whether Liger's kernels and its fused loss are used.
         cluster: name or file of the profile with the measured times.
-        mlp_tokens, state_on_host: see `memory.TrainingSetup`.
+        mlp_tokens, attention_kv_heads, state_on_host: see `memory.TrainingSetup`.
         host_gib: see `fit.Room`.
 
     Raises:
@@ -63,12 +63,13 @@ class Assumptions:
     seed: int = 0
     cluster: str = DEFAULT_PROFILE
     mlp_tokens: int = 0
+    attention_kv_heads: int = 0
     state_on_host: bool = False
     host_gib: float | None = None
 
     def __post_init__(self) -> None:
         check_checkpointing(self.checkpointing)
-        check_host_options(self.mlp_tokens, self.host_gib)
+        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
         if not 0 < self.gpu_gib < 10_000:
             raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0 and below 10000")
 
@@ -87,6 +88,7 @@ class Assumptions:
             pipeline=request.pipeline,
             staged_micro_batches=None if request.pipeline is None else request.micro_steps,
             mlp_tokens=self.mlp_tokens,
+            attention_kv_heads=self.attention_kv_heads,
             state_on_host=self.state_on_host,
             host_gib=self.host_gib,
         )

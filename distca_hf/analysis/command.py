@@ -140,7 +140,7 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
     request = PlanRequest(*world, shape, options.layout, policy, options.bytes_limit, stages)
     kept = cast(Checkpointing, options.checkpointing)  # likewise
     gpu_gib = gpu_gib_of(find_profile(options.cluster), options.gpu_gib)
-    on_host = options.mlp_tokens, options.offload_params, options.host_gib
+    on_host = options.mlp_tokens, options.attention_kv_heads, options.offload_params, options.host_gib
     assumptions = Assumptions(kept, options.liger, gpu_gib, options.seed, options.cluster, *on_host)
     if shape.size is not None:
         assumptions.simulation(request)  # refuses what cannot be simulated before anything is read
@@ -354,10 +354,11 @@ def _estimates(answer: PlanAnswer, estimates: Estimates) -> list[RenderableType]
     blocks = [block(f"speed, simulated{without}", table, words)]
     if len(estimates.simulated.ways) > WAYS_OF_SPEED:
         blocks.append(block("ways to train, simulated", ways_table(estimates.simulated), WAYS_NOTE))
+    tiles = in_tiles(assumed.mlp_tokens, assumed.attention_kv_heads)
     words = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(request.num_gpus, 'rank')}; bf16; "
         f"{CHECKPOINTING[assumed.checkpointing]} (--checkpointing); {'with' if assumed.liger else 'without'} Liger's "
-        f"kernels and loss (--liger); {in_tiles(assumed.mlp_tokens)}{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may "
+        f"kernels and loss (--liger); {tiles}{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may "
         "be used (--gpu-gib)."
     ).replace("%", " %")
     words += of_host(estimates.memory, assumed.state_on_host)

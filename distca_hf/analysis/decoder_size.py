@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distca_hf.cost import Heads
+from distca_hf.cost import Heads, heads_of_tiles
 
 
 # Bytes of a number in bf16 and in fp32.
@@ -33,6 +33,7 @@ class LayerSize:
         window_tokens: the window; None for full attention.
         norms_heads: whether queries and keys pass norms before attention, as in Qwen3.
         tiles_mlp: whether the MLP can run on some tokens at a time (`mlp_tokens`). Experts and mixers cannot.
+        tiles_heads: whether attention can run on some heads at a time (`attention_kv_heads`).
     """
 
     count: int
@@ -42,63 +43,101 @@ class LayerSize:
     window_tokens: int | None = None
     norms_heads: bool = False
     tiles_mlp: bool = True
+    tiles_heads: bool = True
+
+    def kv_heads_of_tiles(self, tile_heads: int) -> list[int]:
+        """Returns the KV heads of each tile of attention, of at most so many; 0: one tile of all heads."""
+        heads = 0 if self.heads is None else self.heads.key_value
+        return heads_of_tiles(heads, tile_heads if self.tiles_heads else 0)
+
+    def heads_share(self, tile_heads: int) -> float:
+        """Returns the share of the heads in the largest tile."""
+        tiles = self.kv_heads_of_tiles(tile_heads)
+        return max(tiles, default=0) / max(1, sum(tiles)) or 1.0
 
     def kept_bytes(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> float:
         """Returns bytes of a token that a checkpointed layer keeps until backward."""
         return sum(self.kept_tensors(hidden_size, saved, tensor_ranks))
 
-    def kept_tensors(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> tuple[float, ...]:
-        """Returns bytes of a token in each tensor that a checkpointed layer keeps until backward: its input,
-        attention's output and log-sum-exps."""
+    def kept_tensors(
+        self, hidden_size: int, saved: bool, tensor_ranks: int = 1, tile_heads: int = 0
+    ) -> tuple[float, ...]:
+        """Returns bytes of a token in each tensor that a checkpointed layer keeps until backward: its input, and
+        outputs and log-sum-exps of each tile of attention."""
         if self.heads is None or not saved:
             return (HALF_BYTES * hidden_size,)
         outputs, log_sum_exps = HALF_BYTES * self.heads.query * self.heads.value_dim, SINGLE_BYTES * self.heads.query
-        return HALF_BYTES * hidden_size, outputs / tensor_ranks, log_sum_exps / tensor_ranks
+        shares = [tile / self.heads.key_value / tensor_ranks for tile in self.kv_heads_of_tiles(tile_heads)]
+        return HALF_BYTES * hidden_size, *(share * each for share in shares for each in (outputs, log_sum_exps))
 
     def computed_bytes(
-        self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int = 1, mlp_share: float = 1.0
+        self,
+        hidden_size: int,
+        saved: bool,
+        liger: bool,
+        tensor_ranks: int = 1,
+        mlp_share: float = 1.0,
+        heads_share: float = 1.0,
     ) -> float:
         """Returns bytes of a token that a checkpointed layer holds while its backward runs.
 
         Args:
             mlp_share: share of the tokens on which the MLP runs at a time.
+            heads_share: share of the heads on which attention runs at a time.
         """
         of_mlp = mlp_share * self.mlp_bytes(liger, tensor_ranks)
         return max(
-            self.saved_bytes(hidden_size, saved, liger, tensor_ranks) + of_mlp,
-            self._attention_bytes(hidden_size, saved, liger, tensor_ranks),
+            self.saved_bytes(hidden_size, saved, liger, tensor_ranks, heads_share) + of_mlp,
+            self._attention_bytes(hidden_size, saved, liger, tensor_ranks, heads_share),
         )
 
     def mlp_bytes(self, liger: bool, tensor_ranks: int = 1) -> float:
         """Returns bytes of a token inside the MLP while its backward runs."""
         return (LIGER_MLP_BYTES if liger else MLP_BYTES) * self.mlp_size / tensor_ranks
 
-    def saved_bytes(self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int = 1) -> float:
+    def saved_bytes(
+        self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int = 1, heads_share: float = 1.0
+    ) -> float:
         """Returns bytes of a token in everything else that a recomputed layer saves until the MLP's backward, and in
         the gradients of the MLP's output and input."""
         # Liger's: two norms' outputs, and the sum between them.
         norms = HALF_BYTES * 3 * hidden_size if liger else 2 * NORM_BYTES * hidden_size
-        return self._of_attention(saved, liger, tensor_ranks) + norms + HALF_BYTES * 2 * hidden_size
+        outputs = 0 if saved else self.output_bytes / tensor_ranks
+        inputs = self._qkv_bytes(liger) / tensor_ranks if heads_share == 1 else 0.0  # tiles compute them again
+        return inputs + outputs + norms + HALF_BYTES * 2 * hidden_size
 
-    def _of_attention(self, saved: bool, liger: bool, tensor_ranks: int) -> float:
-        """Returns bytes of a token in queries, keys and values, in their norms, and in outputs that are recomputed."""
-        total = HALF_BYTES * self._attended_numbers + (0 if saved else self.output_bytes)
+    def _qkv_bytes(self, liger: bool) -> float:
+        """Returns bytes of a token in queries, keys and values, and in their norms."""
+        total = HALF_BYTES * self._attended_numbers
         if self.norms_heads and self.heads is not None:  # their outputs are not saved
             normed = (self.heads.query + self.heads.key_value) * self.heads.dim
             total += ((LIGER_NORM_BYTES if liger else NORM_BYTES) - HALF_BYTES) * normed
-        return total / tensor_ranks
+        return total
 
-    def _attention_bytes(self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int) -> float:
-        """Returns bytes of a token while attention's backward runs: what attention saved, the first norm, the gradient
-        of the sum after attention and of attention's output, and gradients of queries, keys and values, which kernels
-        sum in fp32."""
+    def _attention_bytes(
+        self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int, heads_share: float
+    ) -> float:
+        """Returns bytes of a token while attention's backward runs: recomputed outputs, the first norm, gradients of
+        the sum after attention and of attention's output, and what one tile holds."""
         if self.heads is None:
             return 0.0
         norm = (HALF_BYTES if liger else NORM_BYTES) * hidden_size
-        output = HALF_BYTES * self.heads.query * self.heads.value_dim
-        gradients = (HALF_BYTES + SINGLE_BYTES) * self._attended_numbers
-        rows = norm + HALF_BYTES * hidden_size + (output + gradients) / tensor_ranks
-        return rows + self._of_attention(saved, liger, tensor_ranks)
+        outputs = HALF_BYTES * self.heads.query * self.heads.value_dim + (0 if saved else self.output_bytes)
+        tile = self.attending_bytes(hidden_size, liger, tensor_ranks, heads_share)
+        return norm + HALF_BYTES * hidden_size + outputs / tensor_ranks + tile
+
+    def attending_bytes(self, hidden_size: int, liger: bool, tensor_ranks: int, heads_share: float) -> float:
+        """Returns bytes of a token in queries, keys and values of one tile, and in their gradients, which kernels sum
+        in fp32. If there are several, also in a copy of its output gradient, or in an input gradient, and in the fp32
+        sum of these."""
+        if self.heads is None:
+            return 0.0
+        computed = self._qkv_bytes(liger) + (HALF_BYTES + SINGLE_BYTES) * self._attended_numbers
+        if heads_share == 1:
+            return computed / tensor_ranks
+        attends = heads_share * (computed + HALF_BYTES * self.heads.query * self.heads.value_dim)
+        projects = heads_share * HALF_BYTES * self._attended_numbers + HALF_BYTES * hidden_size
+        return SINGLE_BYTES * hidden_size + max(attends, projects)
 
     @property
     def _attended_numbers(self) -> int:
@@ -157,6 +196,11 @@ class DecoderSize:
     def tiles_mlps(self) -> bool:
         """Whether any layer's MLP can run on some tokens at a time."""
         return any(layer.tiles_mlp for layer in self.layers)
+
+    @property
+    def tiles_heads(self) -> bool:
+        """Whether any layer's attention can run on some heads at a time."""
+        return any(len(layer.kv_heads_of_tiles(1)) > 1 for layer in self.layers)
 
     @property
     def head_parameters(self) -> int:

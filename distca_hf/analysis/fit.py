@@ -14,16 +14,22 @@ from distca_hf.layout import MAX_DOCUMENT_TOKENS
 
 # Tokens of a tile to suggest; tiles of this size were measured (docs/long-context.md).
 SUGGESTED_MLP_TOKENS = 16_384
+# KV heads of a tile to suggest: with fewer, what grows with all heads is most of the memory.
+SUGGESTED_KV_HEADS = 2
 # Most ranks to suggest, as a multiple of the given ones; and fewest tokens of a rank.
 MOST_TIMES_RANKS, FEWEST_TOKENS = 64, 1024
+# Most KV heads of a tile.
+MOST_HEADS = 4096
 # Most memory of a node, in GiB.
 MOST_HOST_GIB = 1_000_000
 
 
-def check_host_options(mlp_tokens: int, host_gib: float | None) -> None:
-    """Raises ConfigError if the tokens of a tile, or the memory of a node, are out of range."""
-    if not 0 <= mlp_tokens <= MAX_DOCUMENT_TOKENS:
-        raise ConfigError(f"--mlp-tokens {mlp_tokens} must be between 0 and {MAX_DOCUMENT_TOKENS}")
+def check_tiles_and_host(mlp_tokens: int, attention_kv_heads: int, host_gib: float | None) -> None:
+    """Raises ConfigError if tokens or heads of a tile, or the memory of a node, are out of range."""
+    tiles = ("--mlp-tokens", mlp_tokens, MAX_DOCUMENT_TOKENS), ("--attention-kv-heads", attention_kv_heads, MOST_HEADS)
+    for option, value, most in tiles:
+        if not 0 <= value <= most:
+            raise ConfigError(f"{option} {value} must be between 0 and {most}")
     if host_gib is not None and not 0 < host_gib <= MOST_HOST_GIB:
         raise ConfigError(f"--host-gib {host_gib:g} must be above 0, and at most {MOST_HOST_GIB:,}")
 
@@ -119,6 +125,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"mlp_tokens": SUGGESTED_MLP_TOKENS},
         f"mlp_tokens={SUGGESTED_MLP_TOKENS}",
     ),
+    f"--attention-kv-heads {SUGGESTED_KV_HEADS}": (
+        {"attention_kv_heads": 0},
+        {"attention_kv_heads": SUGGESTED_KV_HEADS},
+        f"attention_kv_heads={SUGGESTED_KV_HEADS}",
+    ),
     "--offload-params": ({"state_on_host": False}, {"state_on_host": True}, "fsdp_offload_params: true"),
     "--checkpointing saved": (
         {"checkpointing": "offloaded"},
@@ -146,7 +157,7 @@ def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = 
         if times > 1 and setup.num_ranks > 1:  # a rank of the same document receives all of it but its own tokens
             others = (1 - 1 / ranks) / (1 - 1 / setup.num_ranks)
             of_ranks = replace(of_ranks, received_bytes=round(load.received_bytes * others))
-        for options, changed in _changed(replace(setup, num_ranks=ranks), load.size.tiles_mlps):
+        for options, changed in _changed(replace(setup, num_ranks=ranks), load.size):
             memory = of_ranks.memory(changed)
             if room.fits(memory, ranks):
                 given = [option for option in options if not option.startswith(DROPPED)]
@@ -163,14 +174,15 @@ def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = 
     return f"{lacking}. No option makes it fit; take fewer tokens, or GPUs and nodes with more memory"
 
 
-def _changed(setup: TrainingSetup, tiles_mlps: bool) -> Iterator[tuple[list[str], TrainingSetup]]:
+def _changed(setup: TrainingSetup, size: DecoderSize) -> Iterator[tuple[list[str], TrainingSetup]]:
     """Yields the setup with each choice of changes of different fields, the fewest first; the setup itself, too."""
     able = [
         option
         for option, (before, after, _) in CHANGES.items()
         if all(getattr(setup, name) == value for name, value in before.items())
         and any(getattr(setup, name) != value for name, value in after.items())
-        and (tiles_mlps or "mlp_tokens" not in after)
+        and (size.tiles_mlps or "mlp_tokens" not in after)
+        and (size.tiles_heads or "attention_kv_heads" not in after)
     ]
     for number in range(len(able) + 1):
         for options in combinations(able, number):

@@ -246,6 +246,7 @@ def run_given(options: PlanOptions) -> None:
         seed=options.seed,
         batch_size=options.batch_size,
         mlp_tokens=options.mlp_tokens,
+        attention_kv_heads=options.attention_kv_heads,
         state_on_host=options.offload_params,
         host_gib=options.host_gib,
     )

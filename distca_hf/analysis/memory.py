@@ -18,9 +18,10 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
 *Kept* is the input of every checkpointed layer, attention's output and log-sum-exps with
 `checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while
 its backward runs: in the MLP's backward or in attention's, whichever is more. Inside the MLP it grows with the tokens
-of a tile (`mlp_tokens`), not with T. Sizes of tensors are from Transformers' layers in bf16. An RMS norm saves an fp32
-copy of its input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and
-output. Attention kernels sum gradients in fp32 first.
+of a tile (`mlp_tokens`), not with T; attention holds the heads of a tile (`attention_kv_heads`), and so much of other
+ranks' keys and values. Sizes of tensors are from Transformers' layers in bf16. An RMS norm saves an fp32 copy of its
+input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output. Kernels
+of attention sum gradients in fp32 first.
 
 "offloaded" (`checkpointed_attention="offload"`): inputs and outputs of all layers wait on the host. A GPU keeps those
 of two layers: the one whose backward runs, and the one before, which is fetched. With the state on the host
@@ -101,6 +102,7 @@ class TrainingSetup:
         tensor_ranks: number of these ranks that divide every layer, and hold the same tokens.
         micro_steps: micro-steps of an optimizer step, as Trainer accumulates them.
         mlp_tokens: tokens of a tile on which MLPs run; 0: all at once.
+        attention_kv_heads: KV heads of a tile on which attention runs; 0: all at once.
         state_on_host: whether weights, gradients and the optimizer's state are on the host; only with FSDP2.
     """
 
@@ -113,6 +115,7 @@ class TrainingSetup:
     tensor_ranks: int = 1
     micro_steps: int = 1
     mlp_tokens: int = 0
+    attention_kv_heads: int = 0
     state_on_host: bool = False
 
     def __post_init__(self) -> None:
@@ -212,7 +215,8 @@ def estimate_memory(
     moments = [_head_moment(size, setup, rank_tokens, head_tokens or rank_tokens, of_layers if waits else 0)]
     for layer in size.layers:
         of_layer = layer.received_bytes(received_bytes, setup.tensor_ranks)
-        received = (of_layers if waits else of_layer) + of_layer
+        of_tile = round(of_layer * layer.heads_share(setup.attention_kv_heads))
+        received = (of_layers if waits else of_tile) + of_tile
         for layers_left in {size.num_layers, min(LAYERS_ON_GPU, size.num_layers), 1}:
             moments.append(_layer_moment(layer, size, setup, rank_tokens, received, layers_left))
     peak = max(moments, key=lambda moment: moment.total)
@@ -284,11 +288,14 @@ def _layer_moment(
     if setup.state_on_host:  # gradients on their way
         gathered += SINGLE_BYTES * layer.parameters // setup.num_ranks
     share = setup.mlp_share(rank_tokens) if layer.tiles_mlp else 1.0
+    of_heads = layer.heads_share(setup.attention_kv_heads)
     if setup.checkpointing != "none":
         of_layer = size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks
-        computed = layer.computed_bytes(*of_layer, share)
+        computed = layer.computed_bytes(*of_layer, share, of_heads)
     else:
-        computed = share * layer.mlp_bytes(setup.liger, setup.tensor_ranks) if share < 1 else 0.0
+        of_mlp = share * layer.mlp_bytes(setup.liger, setup.tensor_ranks) if share < 1 else 0.0
+        of_tile = size.hidden_size, setup.liger, setup.tensor_ranks, of_heads
+        computed = max(of_mlp, layer.attending_bytes(*of_tile) if of_heads < 1 else 0.0)
     return _Moment(
         _gradients_at(size, setup, layers_left),
         gathered,
@@ -304,7 +311,8 @@ def _kept_at(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, layers_l
     for layer in size.layers:
         kept = layer.kept_bytes(size.hidden_size, setup.saves_attention, setup.tensor_ranks)
         if setup.checkpointing == "none":
-            kept += layer.saved_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
+            of_layer = size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks
+            kept += layer.saved_bytes(*of_layer, layer.heads_share(setup.attention_kv_heads))
             if setup.mlp_share(rank_tokens) == 1 or not layer.tiles_mlp:
                 kept += layer.mlp_bytes(setup.liger, setup.tensor_ranks)
         each.append(kept)
@@ -338,7 +346,7 @@ def _host_kept_bytes(size: DecoderSize, setup: TrainingSetup, rank_tokens: int) 
         return 0
     total = 0
     for layer in size.layers:
-        for token_bytes in layer.kept_tensors(size.hidden_size, True, setup.tensor_ranks):
+        for token_bytes in layer.kept_tensors(size.hidden_size, True, setup.tensor_ranks, setup.attention_kv_heads):
             pieces, rest = divmod(round(rank_tokens * token_bytes), PIECE_BYTES)
             total += layer.count * (pieces * PIECE_BYTES + pinned_bytes(rest))
     return total

@@ -23,6 +23,9 @@ _Checkpointing = Annotated[
     ),
 ]
 _MlpTokens = Annotated[int, typer.Option(help="MLPs run on so many tokens at a time (mlp_tokens); 0: on all at once")]
+_AttentionKvHeads = Annotated[
+    int, typer.Option(help="attention runs on so many KV heads at a time (attention_kv_heads); 0: on all at once")
+]
 _OffloadParams = Annotated[
     bool,
     typer.Option(
@@ -101,6 +104,7 @@ class PlanOptions:
     checkpointing: _Checkpointing = "saved"
     liger: _Liger = False
     mlp_tokens: _MlpTokens = 0
+    attention_kv_heads: _AttentionKvHeads = 0
     offload_params: _OffloadParams = False
     host_gib: _HostGib = None
     cluster: Annotated[
@@ -142,6 +146,7 @@ class CheckOptions:
     checkpointing: _Checkpointing = "saved"
     liger: _Liger = False
     mlp_tokens: _MlpTokens = 0
+    attention_kv_heads: _AttentionKvHeads = 0
     offload_params: _OffloadParams = False
     host_gib: _HostGib = None
     micro_steps: _MicroSteps = 1

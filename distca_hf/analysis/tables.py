@@ -147,9 +147,12 @@ def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room
     return table
 
 
-def in_tiles(mlp_tokens: int) -> str:
-    """Returns the tokens on which MLPs run at a time, as a part of a sentence; empty if they run on all at once."""
-    return f"MLPs on {counted(mlp_tokens, 'token')} at a time (--mlp-tokens); " if mlp_tokens else ""
+def in_tiles(mlp_tokens: int, attention_kv_heads: int) -> str:
+    """Returns tokens on which MLPs run at a time, and heads of attention, as parts of a sentence; empty for all at
+    once."""
+    mlps = f"MLPs on {counted(mlp_tokens, 'token')} at a time (--mlp-tokens); " if mlp_tokens else ""
+    heads = f"attention on {counted(attention_kv_heads, 'KV head')} at a time (--attention-kv-heads); "
+    return mlps + heads * bool(attention_kv_heads)
 
 
 def of_host(ways: Mapping[Sharding, Memory], state_on_host: bool) -> str:

@@ -72,14 +72,14 @@ class RecomputedLayers:
     """Finds the attention layers of one model that backward recomputes, and prepares checkpointing for them.
 
     Args:
-        masks: of its attention layers.
+        masks: of its attention layers; several of a layer that makes several attention calls.
 
     Attributes:
         again: indices of modules that recompute attention, among all that are or may be checkpointed.
-        regions: for each region that recomputes attention, the masks of its attention layers.
+        regions: for each region that recomputes attention, the masks of its attention calls.
     """
 
-    def __init__(self, masks: Mapping[nn.Module, Mask]) -> None:
+    def __init__(self, masks: Mapping[nn.Module, Sequence[Mask]]) -> None:
         self._masks = masks
         self.again: list[int] = []
         self.regions: Regions = ()
@@ -159,7 +159,7 @@ class RecomputedLayers:
             in_region |= {layer: layer for layer in inside[modules[place]] if layer in apart}
         regions: dict[nn.Module, list[Mask]] = {}
         for layer, region in in_region.items():
-            regions.setdefault(region, []).append(self._masks[layer])
+            regions.setdefault(region, []).extend(self._masks[layer])
         return tuple(tuple(masks) for masks in regions.values())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.runtime.regions import current_run, outputs_in
+from distca_hf.runtime.regions import TileRegion, current_run, outputs_in
 from distca_hf.torch_private import below_autograd, hidden_from_dynamo, in_dual_level, is_plain
 
 
@@ -109,6 +109,21 @@ def kept_in_regions(function: Callable[[*Inputs], Any]) -> Callable[[*Inputs], A
         return function(*given) if run is None else outputs_in(run, functools.partial(function, *given))
 
     return call
+
+
+def noted_in_tiles(call: Callable[[*Inputs], Output]) -> Callable[[*Inputs], Output]:
+    """Returns a function of an operator that shows its outputs to the region of a tile, if there is one. Selective
+    checkpointing around it may return outputs that it kept, and run no function below."""
+
+    def noting(*given: *Inputs) -> Output:
+        if torch.compiler.is_dynamo_compiling():
+            return call(*given)
+        output, run = call(*given), current_run()
+        if run is not None and isinstance(run.region, TileRegion) and not run.recomputes:
+            run.region.note(cast(Any, output))
+        return output
+
+    return noting
 
 
 def _of_first_output(

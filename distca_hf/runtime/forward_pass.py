@@ -65,6 +65,7 @@ class ForwardPass:
         trace: notes what the calls spend time on, if the step is reported.
         state: checksums of weights and of buffers, by name. Ranks that show any compare them.
         also: further integers that ranks show each other with the facts; None if there are none.
+        layers_of_calls: number of the layer of each call, if layers make several in tiles of heads.
 
     Attributes:
         facts: see above.
@@ -84,6 +85,7 @@ class ForwardPass:
         trace: PassTrace = UNTRACED,
         state: Mapping[str, Mapping[str, object]] = NO_STATE,
         also: AlsoShown | None = None,
+        layers_of_calls: Sequence[int] = (),
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
         self.calls = self.backward_calls = 0
@@ -97,7 +99,7 @@ class ForwardPass:
         self.made = PassCalls([], [], [])
         self.compares_calls = self._compares_states = False
         self._scores: list[Hashable] = []
-        self._before, self._state, self._also = before, state, also
+        self._before, self._state, self._also, self._layers_of_calls = before, state, also, layers_of_calls
         self._known_states = [] if before is None else before.states
         self._expected_tensors: Sequence[CallTensors] = ()
         self._with_gradients: list[int] = []
@@ -276,8 +278,8 @@ class ForwardPass:
         self._compare_states(ATTENTION)
         if self.calls:
             of_layer = {
-                f"dtypes that layer {self.calls} attends in": tensors.dtypes_in_words,
-                f"heads and their dimensions of layer {self.calls}": tensors.heads_in_words,
+                f"dtypes that {self._layer(self.calls)} attends in": tensors.dtypes_in_words,
+                f"heads and their dimensions of {self._layer(self.calls)}": tensors.heads_in_words,
             }
             self._agree(of_layer, {})
             return
@@ -383,8 +385,12 @@ class ForwardPass:
         calls = self.backward_calls - self._backward_from
         return num_calls - 1 - calls % (len(self._with_gradients) or max(1, num_calls))
 
-    def _place(self, layer: int, phase: str) -> str:
-        return f"micro-batch {self._micro_batch}, layer {layer}, {phase}"
+    def _place(self, call: int, phase: str) -> str:
+        return f"micro-batch {self._micro_batch}, {self._layer(call)}, {phase}"
+
+    def _layer(self, call: int) -> str:
+        of = self._layers_of_calls
+        return f"layer {of[call]}, tile {call - of.index(of[call])}" if 0 <= call < len(of) else f"layer {call}"
 
 
 def _checksum(values: Sequence[Hashable]) -> int:

@@ -225,7 +225,7 @@ class LivePlan:
         self._layers = layers
         if self._has_lookup:  # none yet if the micro-batch is planned later
             self.kinds.begin_forward_pass(self._layers)
-        of_pass = facts, num_calls, before, trace, state, self._also
+        of_pass = facts, num_calls, before, trace, state, self._also, layers.layers_of_calls
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, *of_pass)
 
     def plan_anew(self) -> None:

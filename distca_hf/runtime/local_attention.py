@@ -30,7 +30,7 @@ from distca_hf.kernels.interface import (
 )
 from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.kernels.rows import add_sinks, sink_gradients
-from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions
+from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions, noted_in_tiles
 
 
 class Documents(NamedTuple):
@@ -185,7 +185,7 @@ def _backward(ctx: _Context, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     return *gradients, *[None] * 7, sink_gradients(dout, out, lse.t(), sinks) if ctx.trains_sinks else None
 
 
-_local = define_op(kept_in_regions(_flash_attn_local), _shapes, _backward, _save)
+_local = noted_in_tiles(define_op(kept_in_regions(_flash_attn_local), _shapes, _backward, _save))
 
 
 def flash_attn_local(

@@ -15,9 +15,9 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_layer_outputs, spec_of
 from distca_hf.kernels.rows import sink_gradients
 from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions
+from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions, noted_in_tiles
 from distca_hf.runtime.live_plan import LivePlan, find_plan, newest_plans
-from distca_hf.runtime.regions import RetainingRegion, current_run
+from distca_hf.runtime.regions import current_run, retaining_run
 from distca_hf.runtime.retention import Kept
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
@@ -46,9 +46,7 @@ def _flash_attn(
     sinks_N: torch.Tensor | None,
 ) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and the received rows that are kept for backward (see `Kept`)."""
-    plan, how, run = newest_plans.get(handle) or find_plan(handle), spec_of(*spec), current_run()
-    if run is not None and not isinstance(run.region, RetainingRegion):
-        run = None
+    plan, how, run = newest_plans.get(handle) or find_plan(handle), spec_of(*spec), retaining_run(current_run())
     call = plan.forward_pass.calls + 1
     try:
         if layer is not None:
@@ -146,7 +144,7 @@ def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[
     return *gradients, *[None] * 4, sink_gradients(dout, out, lse, sinks) if ctx.trains_sinks else None
 
 
-_planned = define_op(kept_in_regions(_flash_attn), _shapes, _backward, _save)
+_planned = noted_in_tiles(define_op(kept_in_regions(_flash_attn), _shapes, _backward, _save))
 
 
 def flash_attn(

@@ -8,6 +8,7 @@ attention the region that runs. Calls are matched by their order.
 
     RetainingRegion   keeps the rows that calls received: attention is computed again, without an exchange
     SavingRegion      keeps the outputs of calls: no kernel runs again, either
+    TileRegion        the same for a part of a layer, inside another region or not
 
 Layers with a state are computed again in both, from the halos and summaries that they received.
 
@@ -17,6 +18,7 @@ costs the host more than attention does. Here only our operators check whether t
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import islice
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -162,6 +164,58 @@ class RetainingRegion:
         return None if received is None else received.once_more()
 
 
+class TileRegion:
+    """Keeps the outputs of its calls as autograd keeps tensors of a graph. So any kind of checkpointing around it
+    drops them after forward, and has them again when backward comes."""
+
+    def __init__(self) -> None:
+        self._calls: list[Outputs] = []
+        self._sizes: list[int] = []
+        self._held: Any = None
+
+    def begin(self, recomputes: bool) -> None:
+        """See `Region`."""
+        if recomputes:
+            tensors = iter(self._held.saved_tensors)
+            self._calls = [tuple(islice(tensors, size)) for size in self._sizes]
+
+    def save(self, outputs: Outputs) -> None:
+        """Does nothing: `note` gets outputs of all calls, also of operators that run no function."""
+
+    def note(self, outputs: Outputs) -> None:
+        """Keeps detached aliases until `hold`: outputs have a history, which would hold the region."""
+        self._calls.append(tuple(x.detach() for x in outputs))
+
+    def returned(self, output: torch.Tensor) -> bool:
+        """Returns whether an output is, perhaps in another shape, that of the only call."""
+        outputs = self._calls[0][0] if len(self._calls) == 1 else None
+        return outputs is not None and (outputs.data_ptr(), outputs.numel()) == (output.data_ptr(), output.numel())
+
+    def hold(self) -> None:
+        """Gives the outputs of all calls to autograd; called after forward."""
+        anchor = torch.empty(0, requires_grad=True)  # nothing else comes before: a history would hold the region
+        self._held = _Held.apply(anchor, *(x for outputs in self._calls for x in outputs)).grad_fn
+        self._sizes, self._calls = [len(outputs) for outputs in self._calls], []
+
+    def take(self) -> Outputs:
+        """Returns the outputs of the next call, and keeps them no longer."""
+        check_call(len(self._sizes) - len(self._calls), len(self._sizes), REMEDY)
+        return self._calls.pop(0)
+
+
+class _Held(torch.autograd.Function):
+    """Saves tensors for backward, which never comes."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.view_as(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        return None, *[None for _ in ctx.saved_tensors]
+
+
 def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs], of_states: bool = False) -> Outputs:
     """Returns the outputs of a call, computed or saved. An enclosing region also keeps them: its recomputation runs
     forward of this one again.
@@ -178,6 +232,13 @@ def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs], of_s
     outputs = outputs_in(run.outer, operator, of_states)
     saving.save(outputs)
     return outputs
+
+
+def retaining_run(run: RegionRun[Any] | None) -> RegionRun[RetainingRegion] | None:
+    """Returns the innermost run of a region that keeps received rows, among a run and those around it."""
+    while run is not None and not isinstance(run.region, RetainingRegion):
+        run = run.outer
+    return run
 
 
 def is_saved(run: RegionRun[Any] | None, of_states: bool = False) -> bool:

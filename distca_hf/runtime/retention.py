@@ -56,13 +56,16 @@ class PassLayers(NamedTuple):
 
     Attributes:
         attention_calls: number of attention calls of the pass, as far as it is known before the first pass.
-        layer_masks: masks of the model's layers, each with the number of its layers.
+        layer_masks: masks of the model's layers, each with the number of its layers. A layer that makes several calls
+            in tiles of heads counts as many.
         regions: regions whose attention is recomputed.
+        layers_of_calls: number of the layer of each call, if layers make several in tiles of heads.
     """
 
     attention_calls: int = 1
     layer_masks: LayerMasks = CAUSAL_LAYERS
     regions: Regions = ()
+    layers_of_calls: tuple[int, ...] = ()
 
     def of(self, kind: Mask, longest_document_tokens: int) -> HeldLayers:
         """Returns the layers of one kind, at least one. If no layer is known to have this mask, all may have it.

@@ -14,6 +14,7 @@ Memory is saved as docs/sizes.md says: layers are checkpointed, and what they ke
 offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond that
 
     --mlp-tokens N     MLPs run on N tokens at a time; 0: on all
+    --attention-kv-heads N   attention modules run on N KV heads at a time; 0: on all
     --offload          weights, gradients and AdamW are on the host (FSDP2's CPUOffloadPolicy)
 
 Steps of a million tokens take minutes, and the search with them. With --attended-tokens N kernels attend in a sliding
@@ -259,6 +260,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=above_zero, default=60.0, help="after which the search ends")
     add_head(parser, "liger")
     parser.add_argument("--mlp-tokens", type=whole, default=16_384, help="see the setting mlp_tokens")
+    parser.add_argument("--attention-kv-heads", type=whole, default=0, help="see the setting attention_kv_heads")
     parser.add_argument(
         "--attended-tokens", type=whole, default=0, help="window of short attention; 0: whole attention"
     )

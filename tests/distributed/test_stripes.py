@@ -47,9 +47,9 @@ def documents() -> list[list[int]]:
     return [*random_documents(1, 1, (340,)), *random_documents(4, 2, (3, 5, 9))]
 
 
-def _gradients() -> tuple[dict[str, torch.Tensor], int, list[int]]:
+def _gradients(tile_heads: int) -> tuple[dict[str, torch.Tensor], int, list[int]]:
     """Gradients of one micro-batch, in how many groups its plan divides heads, and the work of every rank."""
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, attention_kv_heads=tile_heads)
     model = distca_hf.enable(tiny_model(**HEADS), plugin).train()
     dataset = Dataset.from_dict({"input_ids": documents()})
     batch = next(iter(plugin.dataloader(dataset, shuffle=False, model=model)))
@@ -60,8 +60,12 @@ def _gradients() -> tuple[dict[str, torch.Tensor], int, list[int]]:
     return gradients, facts.rows_per_token, list(facts.work)
 
 
-def test_a_model_with_striped_documents_has_the_gradients_of_its_documents(tmp_path: Path) -> None:
-    by_rank = run_ranks(RANKS, _gradients, tmp_path)
+@pytest.mark.parametrize(("tile_heads", "groups", "imbalance"), [(0, 8, 1.02), (6, 4, 1.06), (4, 4, 1.06)])
+def test_a_model_with_striped_documents_has_the_gradients_of_its_documents(
+    tile_heads: int, groups: int, imbalance: float, tmp_path: Path
+) -> None:
+    """Ranks divide the heads of each tile."""
+    by_rank = run_ranks(RANKS, _gradients, tmp_path, tile_heads)
 
     model = tiny_model(implementation="sdpa", **HEADS).train()
     labels = sum(len(document) - 1 for document in documents())
@@ -69,7 +73,7 @@ def test_a_model_with_striped_documents_has_the_gradients_of_its_documents(tmp_p
         ids = torch.tensor([document])
         model(input_ids=ids, labels=ids, num_items_in_batch=labels, use_cache=False).loss.backward()
     for gradients, rows_per_token, work in by_rank:
-        assert rows_per_token == HEADS["num_key_value_heads"]
-        assert max(work) <= 1.02 * sum(work) / RANKS
+        assert rows_per_token == groups
+        assert max(work) <= imbalance * sum(work) / RANKS
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)

@@ -293,7 +293,7 @@ SHOWN_BY_ALL = "dtype of a layer, of more bytes"
 OF_CALLS = ["layer order", "another window"]
 RECOMPUTING = {"checkpointed_attention": "recompute", "kv_residency": "refetch"}
 WITH_RECOMPUTATION: dict[str, tuple[Change, str | None]] = {
-    "checkpointing": (_checkpoint, "attention layers that are recomputed is 0 on {others}, 3 on rank 1"),
+    "checkpointing": (_checkpoint, "attention calls that are recomputed is 0 on {others}, 3 on rank 1"),
     "checkpointing of other layers": (
         _checkpoint_all_layers_but(1),
         "checkpointed modules that attend again is [0, 2, 3] on {others}, [0, 1, 3] on rank 1",

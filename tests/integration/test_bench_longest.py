@@ -151,7 +151,7 @@ def test_an_attempt_trains_on_two_ranks(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     model = ["--device", "cpu", "--config", str(config), "--head", "none", "--kernel", "reference"]
-    saved = ["--mlp-tokens", "50", "--offload"]
+    saved = ["--mlp-tokens", "50", "--attention-kv-heads", "1", "--offload"]
     losses = []
     for attended_tokens in ("0", "16"):
         folder = tmp_path / attended_tokens
@@ -163,6 +163,6 @@ def test_an_attempt_trains_on_two_ranks(tmp_path: Path) -> None:
 
         assert figures["tokens_per_rank"] == 128
         assert len(figures["seconds"]) == 1
-        assert "MLPs on 50 tokens at a time" in figures["header"]
+        assert "MLPs on 50 tokens at a time; attention on 1 KV heads at a time" in figures["header"]
         assert "adamw_torch_fused on the host" in figures["header"]
     assert losses[0] != losses[1]

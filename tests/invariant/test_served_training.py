@@ -29,6 +29,7 @@ RUNS: list[tuple[int, placed.Run | packs.Run]] = [
     (1, with_placed(2, "ddp", "plain", 3)),
     (1, with_placed(2, "fsdp2", "trainer", 1, checkpointing="non-reentrant")),
     (2, with_placed(2, "fsdp2", "trainer", 3)),
+    (1, with_placed(2, "fsdp2", "trainer", 1, checkpointing="offloaded, tiles")),
     (2, with_placed(2, "ddp", "trainer", 1, checkpointing="reentrant")),
     (2, with_placed(2, "zero3", "sft", 1, checkpointing="trl")),
     (1, with_placed(2, "zero3", "trainer", 3, checkpointing="reentrant")),

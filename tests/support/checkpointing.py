@@ -19,7 +19,7 @@ LAYER_CALLS = {
     "fsdp": (2, 1),
     "selective": (2, 1),
     "trl": (2, 1),
-    "offloaded, tiles": (2, 1),
+    "offloaded, tiles": (2, 2),  # once for each of two KV heads
 }
 
 
@@ -44,7 +44,7 @@ def _keep_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Check
 def settings_of(form: str) -> dict[str, Any]:
     """The plugin's settings: attention is saved, but what selective checkpointing keeps must be its own doing."""
     if form == "offloaded, tiles":
-        return {"checkpointed_attention": "offload", "mlp_tokens": 16}
+        return {"checkpointed_attention": "offload", "mlp_tokens": 16, "attention_kv_heads": 1}
     return {"checkpointed_attention": "recompute" if form in ("selective", "trl") else "save"}
 
 

@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import yaml
@@ -131,10 +132,16 @@ def test_memory_of_long_contexts_is_estimated() -> None:
         received = int(received_bytes(plan, llama.token_bytes).max())
         for on_host, gib in zip((False, True), (cells[:2], cells[2:]), strict=True):
             setup = TrainingSetup(ranks, "fsdp2", "offloaded", True, mlp_tokens=16_384, state_on_host=on_host)
-            memory = estimate_memory(llama.size.decoder(llama.heads), setup, tokens, received)
-            assert gib == [f"{memory.total / 2**30:.0f}", f"{ranks * memory.host / 2**30:.0f}"], row
+            of_heads = [
+                estimate_memory(
+                    llama.size.decoder(llama.heads), replace(setup, attention_kv_heads=heads), tokens, received
+                )
+                for heads in (0, 2)
+            ]
+            gpu = ", ".join(f"{memory.total / 2**30:.0f}" for memory in of_heads)
+            assert [gib, gib] == [[gpu, f"{ranks * memory.host / 2**30:.0f}"] for memory in of_heads], row
             compared += 1
-    assert compared == 6
+    assert compared == 8
 
 
 def test_versions_that_divide_models_are_those_of_the_refusals() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distca_hf.analysis.decoder_size import DecoderSize
-from distca_hf.analysis.fit import RankLoad, Room, advice, check_host_options, largest_tokens
+from distca_hf.analysis.fit import RankLoad, Room, advice, check_tiles_and_host, largest_tokens
 from distca_hf.analysis.memory import (
     GIB,
     USABLE_SHARE,
@@ -37,7 +37,7 @@ class Job:
         gpu: kind of every rank's GPU.
         num_ranks: GPUs that share weights.
         tokens_per_rank: tokens that each holds in a micro-step.
-        checkpointing, liger, micro_steps, mlp_tokens, state_on_host: see `memory.TrainingSetup`.
+        checkpointing, liger, micro_steps, mlp_tokens, attention_kv_heads, state_on_host: see `memory.TrainingSetup`.
         host_gib, ranks_per_node: see `fit.Room`.
 
     Raises:
@@ -51,6 +51,7 @@ class Job:
     liger: bool = False
     micro_steps: int = 1
     mlp_tokens: int = 0
+    attention_kv_heads: int = 0
     state_on_host: bool = False
     host_gib: float | None = None
     ranks_per_node: int = 8
@@ -63,7 +64,7 @@ class Job:
             ("--micro-steps", self.micro_steps, MAX_MICRO_STEPS),
             ("--ranks-per-node", self.ranks_per_node, MAX_RANKS),
         )
-        check_host_options(self.mlp_tokens, self.host_gib)
+        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
 
     @property
     def capacity_tokens(self) -> int:
@@ -89,6 +90,7 @@ class Job:
             liger,
             micro_steps=self.micro_steps,
             mlp_tokens=self.mlp_tokens,
+            attention_kv_heads=self.attention_kv_heads,
             state_on_host=self.state_on_host,
         )
 

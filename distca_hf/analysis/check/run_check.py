@@ -38,8 +38,10 @@ from distca_hf.analysis.tables import (
     plain_table,
     print_json,
 )
+from distca_hf.errors import ConfigError
 from distca_hf.flops import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
+from distca_hf.integrations.models.head_tiles import tiled_attention
 from distca_hf.telemetry import get_logger
 
 
@@ -96,6 +98,7 @@ class CheckAnswer:
             "checkpointing": job.checkpointing,
             "liger": job.liger,
             "mlp_tokens": job.mlp_tokens,
+            "attention_kv_heads": job.attention_kv_heads,
             "offload_params": job.state_on_host,
             "ranks_per_node": job.ranks_per_node,
             "host_gib": job.host_gib,
@@ -126,6 +129,7 @@ def run_check(options: CheckOptions) -> int:
         options.liger,
         options.micro_steps,
         options.mlp_tokens,
+        options.attention_kv_heads,
         options.offload_params,
         options.host_gib,
         options.ranks_per_node,
@@ -155,6 +159,11 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
     if job.mlp_tokens and size is not None and not size.tiles_mlps:
         reason = f"no layer has an MLP that runs on {job.mlp_tokens:,} tokens at a time: leave --mlp-tokens out"
         verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, reason))
+    if job.attention_kv_heads:
+        try:
+            tiled_attention(outline, job.attention_kv_heads)
+        except ConfigError as error:
+            verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, str(error)))
     found = JobMemory({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
     return CheckAnswer(candidate, job, verdict, size, found)
 
@@ -279,10 +288,11 @@ def _memory(answer: CheckAnswer) -> RenderableType:
     if not job.liger:
         table.add_row("the same with --liger", *map(_tokens, answer.found.with_liger_tokens.values()))
     document = "" if answer.verdict.whole_documents else ", one document of all of them"
+    tiles = in_tiles(job.mlp_tokens, job.attention_kv_heads)
     words = (
         f"Estimated for {counted(job.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "
         f"all weights trained in fp32 with AdamW, computed in bf16; {CHECKPOINTING[job.checkpointing]} "
-        f"(--checkpointing); {in_tiles(job.mlp_tokens)}{'with' if job.liger else 'without'} Liger's kernels and loss; "
+        f"(--checkpointing); {tiles}{'with' if job.liger else 'without'} Liger's kernels and loss; "
         f"{USABLE_SHARE:.0%} of {job.gpu.gib:g} GiB may be used."
     ).replace("%", " %")
     words += of_host(answer.memory, job.state_on_host)

@@ -32,6 +32,7 @@ from distca_hf.integrations.models.check import (
     refusals,
 )
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers, layer_kinds, ranges
+from distca_hf.integrations.models.head_tiles import head_refusals
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.mlp_tiles import mlp_of
 from distca_hf.integrations.models.planner import share_of, shares_of_experts
@@ -118,11 +119,9 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
             share = share_of(f"{name}.{inside}", shares)
             passed += prod(parameter.shape) * (1.0 if share is None else share)
         mlp_size = max(0.0, passed - sum(map(_numbers, attends))) / (MLP_MATRICES * hidden_size)
-        norms_heads, tiles_mlp = (
-            any(hasattr(module, "q_norm") for module in attends),
-            mlp_of(modules[name]) is not None,
-        )
-        of_kind = kind.heads, kind.mask.window_tokens, norms_heads, tiles_mlp
+        norms_heads = any(hasattr(module, "q_norm") for module in attends)
+        tiles = mlp_of(modules[name]) is not None, not [one for module in attends for one in head_refusals(module)]
+        of_kind = kind.heads, kind.mask.window_tokens, norms_heads, *tiles
         counted[LayerSize(1, _numbers(modules[name]), mlp_size, *of_kind)] += 1
     in_layers = {weight for name in names for weight in modules[name].parameters()}
     elsewhere = in_layers | set(weights_beside_text(model).values())

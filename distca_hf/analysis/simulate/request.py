@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.analysis.fit import RankLoad, Room, check_host_options
+from distca_hf.analysis.fit import RankLoad, Room, check_tiles_and_host
 from distca_hf.analysis.memory import (
     GIB,
     USABLE_SHARE,
@@ -59,7 +59,7 @@ class SimulationRequest:
             the last one, and each GPU keeps whole gradients until then.
         staged_micro_batches: micro-batches of an optimizer step in the stages; by default one for every stage in each
             of `accumulation` micro-steps.
-        mlp_tokens, state_on_host: see `TrainingSetup`; for memory only, times are as without.
+        mlp_tokens, attention_kv_heads, state_on_host: see `TrainingSetup`; for memory only, times are as without.
         host_gib: see `Room`.
 
     Raises:
@@ -83,6 +83,7 @@ class SimulationRequest:
     batch_size: int | None = None
     staged_micro_batches: int | None = None
     mlp_tokens: int = 0
+    attention_kv_heads: int = 0
     state_on_host: bool = False
     host_gib: float | None = None
 
@@ -99,7 +100,7 @@ class SimulationRequest:
             ("--batch-size", 1 if self.batch_size is None else self.batch_size, MAX_BATCH_SIZE),
         )
         check_checkpointing(self.checkpointing)
-        check_host_options(self.mlp_tokens, self.host_gib)
+        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} must be at least 0")
         if not 0 < self.gpu_gib <= MOST_GPU_GIB:
@@ -345,6 +346,7 @@ class SimulationRequest:
             tensor_ranks=self.tensor_ranks,
             micro_steps=self.accumulation,
             mlp_tokens=self.mlp_tokens,
+            attention_kv_heads=self.attention_kv_heads,
             state_on_host=self.state_on_host,
         )
 

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, Mask, TokenBytes, divide_heads, head_groups
+from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, Mask, TokenBytes, divide_heads, head_groups, heads_of_tiles
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.carried_mixers import carries
 from distca_hf.integrations.models.distributed import heads_divided_by, model_mesh
@@ -92,12 +92,13 @@ def heads_of(model: nn.Module) -> Heads:
     return max(layers.values(), key=lambda heads: heads.key_value * (heads.dim + heads.value_dim))
 
 
-def head_groups_of(model: nn.Module, tensor_ranks: int = 1) -> int:
+def head_groups_of(model: nn.Module, tensor_ranks: int = 1, tile_heads: int = 0) -> int:
     """Returns the number of groups of this rank's heads: KV heads, or several of them together; 1 if the config does
-    not say. Layers with other numbers of KV heads (Gemma 4) have equally many groups.
+    not say. Layers with other numbers of KV heads (Gemma 4), and tiles of heads, have equally many groups.
 
     Args:
         tensor_ranks: number of ranks that divide the heads, used if Transformers did not divide the model.
+        tile_heads: most KV heads that a layer attends with at a time; 0: all.
     """
     ranks = tensor_ranks if model_mesh(model) is None else heads_divided_by(model)
     try:
@@ -105,7 +106,11 @@ def head_groups_of(model: nn.Module, tensor_ranks: int = 1) -> int:
     except (RuntimeError, ValueError):  # Transformers refuses to give the number of some layers
         own = gcd(*(heads.key_value for heads in whole_heads_of_layers(model).values()))
         config = {"num_key_value_heads": own}
-    return head_groups(config, ranks)
+    groups = head_groups(config, ranks)
+    if tile_heads:
+        layers = whole_heads_of_layers(model).values()
+        groups = gcd(groups, *(tile for layer in layers for tile in heads_of_tiles(layer.key_value, tile_heads)))
+    return groups
 
 
 def num_layers_of(model: nn.Module) -> int | None:

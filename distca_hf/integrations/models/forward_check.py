@@ -8,8 +8,10 @@ must be equal.
 import copy
 import json
 import zlib
+from collections import Counter
 from collections.abc import Collection
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import PositionLimits, refused_loss
 from distca_hf.integrations.models.decoder_layers import layer_masks_of, masks_of_layers
+from distca_hf.integrations.models.head_tiles import tiled_attention
 from distca_hf.integrations.models.structure import (
     IMPLEMENTATION,
     attention_layers,
@@ -33,6 +36,7 @@ from distca_hf.integrations.models.weights_check import SharedState, replicated_
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_calls import PassCalls
+from distca_hf.runtime.retention import PassLayers, Regions
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import ddp_awaits_every_gradient
 
@@ -68,6 +72,8 @@ class ForwardCheck:
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model outside its text part, by name.
         masks: masks of its attention layers by name, as placement counts them.
+        tiles: tiles of heads of every layer that has several; each makes an attention call.
+        call_masks: masks of each layer's attention calls in a pass that runs it once.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: of the latest pass; None before the first one.
     """
@@ -79,6 +85,8 @@ class ForwardCheck:
         self._attention_configs = text_configs(inner)
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.masks = masks_of_layers(inner)
+        self.tiles = tiled_attention(inner, config.attention_kv_heads) if config.attention_kv_heads else {}
+        self.call_masks = {layer: [self.masks[name]] * self.tiles.get(layer, 1) for name, layer in self.layers.items()}
         self.num_calls: int | None = None
         self.calls_before: PassCalls | None = None
         self._module_facts: dict[str, object] | None = None
@@ -90,6 +98,18 @@ class ForwardCheck:
     def forget_passes(self) -> None:
         """Forgets everything about earlier passes."""
         self.num_calls = self.calls_before = self._module_facts = self._state = None
+
+    def pass_layers(self, regions: Regions) -> PassLayers:
+        """Returns the layers of the next pass, by their calls.
+
+        Args:
+            regions: see `PassLayers`.
+        """
+        masks = list(chain(*self.call_masks.values()))
+        of_calls: tuple[int, ...] = ()
+        if self.tiles and self.num_calls in (None, len(masks)):
+            of_calls = tuple(number for number, calls in enumerate(self.call_masks.values()) for _ in calls)
+        return PassLayers(self.num_calls or len(masks), tuple(Counter(masks).items()), regions, of_calls)
 
     def facts(self, again: bool) -> dict[str, object]:
         """Returns facts about the model that must be the same on all ranks. Reads modules once, before the first pass.
@@ -235,10 +255,12 @@ class ForwardCheck:
             PlanError: some layers did so, or were left out, in a later pass.
         """
         calls = plan.forward_pass.calls
-        if self.num_calls is None and calls < len(self.layers):
+        expected = sum(map(len, self.call_masks.values()))
+        if self.num_calls is None and calls < expected:
             raise UnsupportedAttentionError(
-                f"{self._class_name}: {calls} of its {len(self.layers)} attention layers came through distca in the "
-                "first forward pass; the others computed something else, and no step was taken"
+                f"{self._class_name}: {calls} of its {expected} {'tiles of heads in ' * bool(self.tiles)}"
+                "attention layers came through distca in the first forward pass; the others computed something else, "
+                "and no step was taken"
             )
         if self.num_calls is not None and calls != self.num_calls:
             raise PlanError(

@@ -38,9 +38,10 @@ from distca_hf.integrations.models.decoder_layers import (
 )
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
+from distca_hf.integrations.models.head_tiles import TiledAttention
 from distca_hf.integrations.models.hooks import BackboneCalls, HiddenHook
 from distca_hf.integrations.models.mixers import MixerWatch
-from distca_hf.integrations.models.mlp_tiles import tile, tiled_mlps, untile
+from distca_hf.integrations.models.mlp_tiles import TiledMlp, tiled_mlps
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
 from distca_hf.integrations.models.structure import (
@@ -52,10 +53,10 @@ from distca_hf.integrations.models.structure import (
     transformers_model,
     without_kinds_of_text,
 )
+from distca_hf.integrations.models.tiles import tile, untile
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.retention import PassLayers
 from distca_hf.telemetry import get_logger
 
 
@@ -97,20 +98,21 @@ class ForwardWatch:
         self.loss = PlacedLoss(inner, root)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
-        parameters, of_decoder = (inspect.signature(part.forward).parameters for part in (inner, text_decoder(inner)))
+        parts = inner, text_decoder(inner), backbone_of(inner)
+        parameters, *inside = (inspect.signature(part.forward).parameters for part in parts)
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        self._accepts_use_cache = "use_cache" in parameters or (passes_on and "use_cache" in of_decoder)
+        self._accepts_use_cache = "use_cache" in parameters or (passes_on and any("use_cache" in of for of in inside))
         self._logged_cache = False
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
         of_model = not self._mixers.need_whole, self._borders.is_multimodal, self._vocabulary_tokens
         tensor_ranks, check = context.members.grid.shape[2], self._check
-        self._head_groups = head_groups_of(root, tensor_ranks)
+        self._head_groups = head_groups_of(root, tensor_ranks, context.attention_kv_heads)
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, window)
-        self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
+        self._recomputed = RecomputedLayers(check.call_masks)
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
@@ -186,7 +188,8 @@ class ForwardWatch:
         if not any(isinstance(given.get(name), torch.Tensor) for name in TOKENS):
             return None  # a method runs instead of forward
         self._is_running = True
-        tile(self._mlps, self.context.mlp_tokens)
+        tile(self._mlps, TiledMlp, self.context.mlp_tokens)
+        tile(self._check.tiles, TiledAttention, self.context.attention_kv_heads)
         self._borders.end()
         self.loss.begin(None)
         self._counted.begin({}, None, trains=False)
@@ -204,6 +207,8 @@ class ForwardWatch:
                 batch = batch | tokens_in(batch)
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):
                     batch = batch | self._mixers.alone(batch, trains)
+                if trains and self._check.tiles:  # a cache would have all heads
+                    batch = batch | self._no_cache(batch)
                 return None if batch.keys() == given.keys() and not is_square(given) else (args, batch)
             plan = self._plan_given(module, batch, trains)
             batch = batch | tokens_in(batch) | fill_empty(batch)
@@ -240,7 +245,7 @@ class ForwardWatch:
             **config.shared_settings(),
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
-            "attention layers that are recomputed": sum(map(len, self._recomputed.regions)),
+            "attention calls that are recomputed": sum(map(len, self._recomputed.regions)),
             "checkpointed modules that attend again": self._recomputed.again,
             "masks of their layers": self._recomputed.regions,
             "received rows wait for recomputation": rows_wait,
@@ -250,7 +255,7 @@ class ForwardWatch:
     def _begin(self, module: nn.Module, plan: LivePlan, trains: bool) -> None:
         """Begins a pass for which `_prepare` was called."""
         calls, grid = self._check.num_calls, self.context.members.grid
-        layers = PassLayers(calls or len(self._check.layers), self._layer_masks, self._recomputed.regions)
+        layers = self._check.pass_layers(self._recomputed.regions)
         trace = self.reported_steps.begin(
             plan, trains, lambda: predictable(self.root, self.flops, self._recomputed.parts(module), grid)
         )

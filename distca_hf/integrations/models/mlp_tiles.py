@@ -1,4 +1,4 @@
-"""Tiles: MLPs of decoder layers run on some tokens at a time, so that what is inside them takes little memory.
+"""MLPs in tiles: they run on some tokens at a time.
 
     forward     input ──┬─ tile ── MLP ──┬─▶ output              backward    each tile forward again, then backward
                         ├─ tile ── MLP ──┤
@@ -12,7 +12,7 @@ traces the MLP, or if gradients of something else must flow: weights that FSDP1 
 that are not weights of the MLP.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.structure import text_decoder
+from distca_hf.integrations.models.tiles import TiledForward
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.telemetry import get_logger
 
@@ -66,52 +66,26 @@ def mlp_of(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-def tile(mlps: Iterable[nn.Module], tile_tokens: int) -> None:
-    """Lets MLPs run in tiles; call it before every pass, as others may replace their functions (Liger does)."""
-    for mlp in mlps:
-        own = vars(mlp).get("forward")
-        if not (isinstance(own, TiledForward) and own.tile_tokens == tile_tokens):
-            untile([mlp])
-            setattr(mlp, "forward", TiledForward(mlp, vars(mlp).get("forward"), tile_tokens))  # noqa: B010
+class TiledMlp(TiledForward):
+    """The function of an MLP that runs in tiles of at most `most` tokens."""
 
-
-def untile(modules: Iterable[nn.Module]) -> None:
-    """Restores the functions of all MLPs among some modules."""
-    for module in modules:
-        own = vars(module).get("forward")
-        if isinstance(own, TiledForward):
-            del module.forward
-            if own.replaced is not None:
-                setattr(module, "forward", own.replaced)  # noqa: B010
-
-
-class TiledForward:
-    """The function of an MLP that runs in tiles.
-
-    Args:
-        mlp: its module.
-        replaced: the function that the module had in place of its class's; None if it had none.
-        tile_tokens: most tokens of a tile.
-    """
-
-    def __init__(self, mlp: nn.Module, replaced: Callable[..., torch.Tensor] | None, tile_tokens: int) -> None:
-        self.mlp, self.replaced, self.tile_tokens = mlp, replaced, tile_tokens
-        self._needs_graph = False
+    setting = "mlp_tokens"
+    _needs_graph = False
 
     def run(self, x_1TD: torch.Tensor) -> torch.Tensor:
         """Runs the MLP on a tile."""
         output: torch.Tensor = (
-            type(self.mlp).forward(self.mlp, x_1TD) if self.replaced is None else self.replaced(x_1TD)
+            type(self.module).forward(self.module, x_1TD) if self.replaced is None else self.replaced(x_1TD)
         )
         return output
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Runs the MLP on tokens `[..., hidden size]`."""
         x_1TD = x.reshape(1, -1, x.shape[-1])
-        tiles = x_1TD.split(self.tile_tokens, dim=1)
+        tiles = x_1TD.split(self.most, dim=1)
         if len(tiles) == 1:
             return self.run(x)
-        self._check_weights()
+        self.check_weights()
         if not torch.is_grad_enabled():
             output = torch.cat([self.run(one) for one in tiles], dim=1)
         else:
@@ -120,7 +94,7 @@ class TiledForward:
 
     def _with_gradients(self, x_1TD: torch.Tensor) -> torch.Tensor:
         if x_1TD.requires_grad and not torch.compiler.is_compiling():
-            weights = [weight for weight in self.mlp.parameters() if weight.requires_grad]
+            weights = [weight for weight in self.module.parameters() if weight.requires_grad]
             x_1TD = _Kept.apply(x_1TD)
             try:
                 if not (self._needs_graph or any(weight._backward_hooks for weight in weights)):
@@ -128,20 +102,8 @@ class TiledForward:
                     return output
             except _NeedsGraphError:
                 self._needs_graph = True
-        tiles = x_1TD.split(self.tile_tokens, dim=1)
+        tiles = x_1TD.split(self.most, dim=1)
         return torch.cat([checkpoint(self.run, one, use_reentrant=False) for one in tiles], dim=1)
-
-    def _check_weights(self) -> None:
-        """Raises ConfigError if weights are gathered for each tile: ranks may have unequal numbers of tiles."""
-        is_zero3 = any(hasattr(weight, "ds_id") for weight in self.mlp.parameters())
-        if is_zero3 or any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in self.mlp.modules()):
-            what = (
-                "DeepSpeed ZeRO-3 gathers" if is_zero3 else f"FSDP around a part of {type(self.mlp).__name__} gathers"
-            )
-            raise ConfigError(
-                f"mlp_tokens={self.tile_tokens}: {what} weights for each tile, and ranks may have unequal numbers of "
-                "tiles; wrap whole decoder layers with FSDP, or leave mlp_tokens out"
-            )
 
 
 def _number_of(number: int, x_1TD: torch.Tensor) -> int:
@@ -186,12 +148,12 @@ class _Tiles(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_1TD: torch.Tensor, kept: Any, mlp: TiledForward, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_1TD: torch.Tensor, kept: Any, mlp: TiledMlp, *weights: torch.Tensor) -> torch.Tensor:
         ctx.kept, ctx.mlp, ctx.weights = kept, mlp, weights
-        ctx.versions = _versions(mlp.mlp)
+        ctx.versions = mlp.versions()
         ctx.tiles, ctx.graphs = [], []
         outputs = []
-        for number, x in enumerate(x_1TD.split(mlp.tile_tokens, dim=1)):
+        for number, x in enumerate(x_1TD.split(mlp.most, dim=1)):
             with torch.enable_grad(), saved_tensors_hooks(partial(_number_of, number), ctx.tiles.__getitem__):
                 begin = _Begin.apply(torch.empty(0, requires_grad=True), x)
                 y = checkpoint(mlp.run, begin, use_reentrant=False)
@@ -205,15 +167,11 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_1TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.versions != _versions(ctx.mlp.mlp):
-            raise RuntimeError(
-                f"weights of {type(ctx.mlp.mlp).__name__}, which runs in tiles, were changed, or others are "
-                "trained, between its forward pass and backward: change them after backward, or leave mlp_tokens out"
-            )
+        ctx.mlp.check_versions(ctx.versions)
         (x_1TD,) = ctx.kept.saved_tensors
         dx_1TD = torch.empty_like(x_1TD)
         sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
-        tile_tokens = ctx.mlp.tile_tokens
+        tile_tokens = ctx.mlp.most
         ctx.tiles.extend(x_1TD.split(tile_tokens, dim=1))
         of_tiles = zip(ctx.graphs, *(each.split(tile_tokens, dim=1) for each in (dy_1TD, dx_1TD)), strict=True)
         for (end, begin), dy, dx in of_tiles:
@@ -232,11 +190,6 @@ class _Tiles(torch.autograd.Function):
             None if total is None else total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)
         )
         return dx_1TD, None, None, *gradients
-
-
-def _versions(mlp: nn.Module) -> list[tuple[int, bool]]:
-    """Returns what would differ if weights were changed, or others were trained (another adapter)."""
-    return [(weight._version, weight.requires_grad) for weight in mlp.parameters()]
 
 
 def _reaches_others(end: Any, begin: Any, weights: Iterable[torch.Tensor]) -> bool:

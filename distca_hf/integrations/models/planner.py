@@ -176,7 +176,7 @@ def planner_for(
         costs = flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
     return replace(
         planner,
-        head_groups=head_groups_of(model, members.grid.shape[2]),
+        head_groups=head_groups_of(model, members.grid.shape[2], context.attention_kv_heads),
         token_bytes=token_bytes_of(model) if needs_bytes else TokenBytes(),
         layer_masks=layer_masks_of(model),
         whole_documents=whole_documents,

@@ -104,6 +104,32 @@ def test_in_tiles_an_mlp_grows_with_the_tile() -> None:
     assert (kept.layer, in_tiles.layer) == (0, 8 * 14_336 * 1024)
 
 
+def test_in_tiles_attention_grows_with_the_heads() -> None:
+    """Only the norm and gradients of the sum and of the output stay whole. Added are an fp32 sum of input gradients,
+    and the output gradient of a tile, or an input gradient."""
+    setup, numbers = replace(OFFLOADED, mlp_tokens=1024), 4096 + 2 * 1024
+    for heads, tile in ((4, 8 * numbers // 2 + 2 * 4096 // 2), (2, 8 * numbers // 4 + 2 * 4096 // 4)):
+        found = of(replace(setup, attention_kv_heads=heads))
+        assert found.layer == (3 * 2 * 4096 + 4 * 4096 + tile) * TOKENS
+    tile = 2 * numbers // 8 + 2 * 4096  # gradients of one head's projections, and one of their input
+    assert of(replace(setup, attention_kv_heads=1)).layer == (3 * 2 * 4096 + 4 * 4096 + tile) * TOKENS
+    assert of(replace(setup, attention_kv_heads=8)) == of(setup)
+    whole, tiles = (of(replace(OFFLOADED, attention_kv_heads=heads)) for heads in (0, 2))
+    assert whole.layer - tiles.layer == 2 * numbers * TOKENS  # not there in the MLP's backward
+    assert (whole.kept, whole.host) == (tiles.kept, tiles.host)
+    received = [estimate_memory(LLAMA, replace(setup, attention_kv_heads=of), TOKENS, GIB).received for of in (0, 3)]
+    assert received == [2 * GIB, 2 * round(GIB * 3 / 8)]  # tiles of 3, 3 and 2
+    unchecked = TrainingSetup(8, checkpointing="none", liger=True)
+    kept, in_tiles = (of(replace(unchecked, attention_kv_heads=heads), 16_384) for heads in (0, 2))
+    assert kept.kept - in_tiles.kept == 32 * 2 * numbers * 16_384
+
+
+def test_outputs_of_tiles_are_pinned_one_by_one() -> None:
+    """Outputs of two of eight KV heads and their queries, 10.2 MB, and log-sum-exps, 160 KB."""
+    found = of(replace(OFFLOADED, attention_kv_heads=2), 5_000).host_kept
+    assert found == 32 * (2**26 + 4 * (2**24 + 2**18))
+
+
 def test_a_model_cut_to_some_layers_on_one_gpu() -> None:
     size = size_of("llama3-8b", layers=4)
     assert size.parameters == ROOT + 4 * LAYER
@@ -208,6 +234,11 @@ def test_what_fits_needs_no_advice() -> None:
         (
             Room(18 * GIB),
             '--mlp-tokens 16384 --offload-params (checkpointed_attention="offload", mlp_tokens=16384, fsdp',
+        ),
+        (
+            Room(16 * GIB),
+            '--mlp-tokens 16384 --attention-kv-heads 2 --offload-params (checkpointed_attention="offload", '
+            "mlp_tokens=16384, attention_kv_heads=2, fsdp",
         ),
         (Room(12 * GIB), "--offload-params --gpus 16 --tokens-per-rank 65536 (checkpointed"),
         (Room(40 * GIB, 300), "It fits with --checkpointing offloaded --gpus 16 --tokens-per-rank 65536 ("),
@@ -324,6 +355,7 @@ def test_plan_of_given_batches_counts_the_host(lengths: Path) -> None:
     ("options", "words"),
     [
         (("--mlp-tokens", -1), "--mlp-tokens -1 must be between 0 and"),
+        (("--attention-kv-heads", -1), "--attention-kv-heads -1 must be between 0 and"),
         (("--host-gib", 0), "--host-gib 0 must be above 0"),
         (("--host-gib", "nan"), "--host-gib nan must be above 0"),
     ],
@@ -356,6 +388,18 @@ def test_check_refuses_tiles_of_a_model_that_trains_without() -> None:
 
     assert result.exit_code == 1
     assert "no layer has an MLP that runs on 4,096 tokens at a time" in " ".join(result.output.split())
+
+
+def test_check_refuses_tiles_of_heads_by_name() -> None:
+    result = CliRunner().invoke(app, ["check", "olmo2", "--attention-kv-heads", "1"])
+    text = " ".join(result.output.split())
+
+    assert result.exit_code == 1
+    assert "attention_kv_heads=1: model.layers.0.self_attn (Olmo2Attention) has q_norm.weight of shape" in text
+    found = check_json(*LONG, *HOST, "--attention-kv-heads", 2)
+    less = found["memory_bytes"]["fsdp2"]["layer"]
+    assert (found["status"], found["attention_kv_heads"]) == ("works", 2)
+    assert less < check_json(*LONG, *HOST)["memory_bytes"]["fsdp2"]["layer"]
 
 
 def test_more_ranks_receive_more_of_one_document() -> None:

@@ -22,8 +22,9 @@ from transformers import (
 
 import distca_hf
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models import mlp_tiles
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.models.mlp_tiles import TiledMlp
+from distca_hf.integrations.models.tiles import tile
 
 
 SIZES: dict[str, Any] = {
@@ -345,7 +346,7 @@ def test_gradients_of_gradients_are_refused() -> None:
     model = tiled(llama())
     x = torch.randn(1, TOKENS, 32, dtype=torch.float64, requires_grad=True)
     watch_of(model)
-    mlp_tiles.tile([model.model.layers[0].mlp], 16)
+    tile([model.model.layers[0].mlp], TiledMlp, 16)
     (dx,) = torch.autograd.grad(model.model.layers[0].mlp(x).sum(), x, create_graph=True)
 
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -377,6 +378,6 @@ def test_tokens_may_have_any_shape(shape: tuple[int, ...]) -> None:
     mlp = llama().model.layers[0].mlp
     x = torch.randn(shape, dtype=torch.float64)
     expected = mlp(x)
-    mlp_tiles.tile([mlp], 16)
+    tile([mlp], TiledMlp, 16)
 
     torch.testing.assert_close(mlp(x), expected)

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,7 @@ from lib.model import LossModel, build_model, prepare, probe, read_config
 from lib.modes import Place
 from lib.report import load_of, rates_of
 from lib.whole_model import TrainingRunner, build_planned, use_head
-from lib.wires import Wires
+from lib.wires import WiredPlugin, Wires
 
 
 def attempt(options: argparse.Namespace, device: torch.device) -> None:
@@ -60,8 +61,10 @@ def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     shape = probe(model)
     use_head(model, options.head)
     wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
-    place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing)
-    distca_hf.enable(model, place.plugin(options.tokens_per_rank, mlp_tokens=options.mlp_tokens), length)
+    plugins = partial(WiredPlugin, mlp_tokens=options.mlp_tokens, attention_kv_heads=options.attention_kv_heads)
+    of_model = options.kernel, options.dtype, model, shape, options.checkpointing
+    place = Place(wires, device, *of_model, plugins=plugins)
+    distca_hf.enable(model, place.plugin(options.tokens_per_rank), length)
     prepare(model, options, device)
 
     [documents] = random_tokens([length], 1, config.get_text_config().vocab_size)
@@ -84,6 +87,7 @@ def _settings(options: argparse.Namespace) -> list[str]:
     return [
         f"head {options.head}, {options.optimizer}" + " on the host" * options.offload,
         f"MLPs on {options.mlp_tokens or 'all'} tokens at a time",
+        f"attention on {options.attention_kv_heads or 'all'} KV heads at a time",
     ] + ([f"at most {options.gpu_gib} GiB of a GPU"] if options.gpu_gib else [])
 
 
