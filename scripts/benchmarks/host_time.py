@@ -43,9 +43,9 @@ from distca_hf.comm.groups import Members, grid_of_mesh, open_transport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK
+from distca_hf.kernels.flash4 import Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Inputs, Kernel, Spans
 from distca_hf.kernels.registry import kernel_name
-from distca_hf.kernels.varlen import Flash4Kernel
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from distca_hf.config import KernelName
+from distca_hf.kernels.flash4 import HOPPER, Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
-from distca_hf.kernels.varlen import HOPPER, Flash4Kernel
 
 
 pytestmark = pytest.mark.gpu

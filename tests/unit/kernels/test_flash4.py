@@ -11,9 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Saved, Spans, empty_outputs
-from distca_hf.kernels.reference import ReferenceKernel
-from distca_hf.kernels.varlen import (
+from distca_hf.kernels.flash4 import (
     HEAD_DIM_HEADS_APART,
     LONG_CALL_HEAD_ROWS,
     MIN_QUERIES_HEADS_APART,
@@ -22,6 +20,8 @@ from distca_hf.kernels.varlen import (
     kv_heads_of_short_calls,
     query_row_bytes,
 )
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Saved, Spans, empty_outputs
+from distca_hf.kernels.reference import ReferenceKernel
 
 
 CAUSAL = AttentionSpec(0.5)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from distca_hf.kernels.flash4 import Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.registry import KERNELS
-from distca_hf.kernels.varlen import Flash2Kernel, Flash3Kernel, Flash4Kernel, TorchVarlenKernel
+from distca_hf.kernels.varlen import Flash2Kernel, Flash3Kernel, TorchVarlenKernel
 
 
 # Query and key rows: more keys, one query, fewer keys by far. FlashAttention 2 must reach all of the last ones.

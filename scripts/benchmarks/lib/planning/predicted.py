@@ -70,7 +70,7 @@ class MeasuredRow:
         reduce_bytes: of a number in sums of gradients.
         refetches: whether keys were sent for recomputation and for backward once more.
         servers: attention servers beside the data ranks.
-        heads_apart: whether long prefixes were called as they are now (`distca_hf/kernels/varlen.py`), forward and
+        heads_apart: whether long prefixes were called as they are now (`distca_hf/kernels/flash4.py`), forward and
             backward.
     """
 
