@@ -176,7 +176,7 @@ class TileRegion:
     def begin(self, recomputes: bool) -> None:
         """See `Region`."""
         if recomputes:
-            tensors = iter(self._held.saved_tensors)
+            tensors = iter(self._held.grad_fn.saved_tensors)
             self._calls = [tuple(islice(tensors, size)) for size in self._sizes]
 
     def save(self, outputs: Outputs) -> None:
@@ -194,7 +194,7 @@ class TileRegion:
     def hold(self) -> None:
         """Gives the outputs of all calls to autograd; called after forward."""
         anchor = torch.empty(0, requires_grad=True)  # nothing else comes before: a history would hold the region
-        self._held = _Held.apply(anchor, *(x for outputs in self._calls for x in outputs)).grad_fn
+        self._held = _Held.apply(anchor, *(x for outputs in self._calls for x in outputs))  # older torch frees with it
         self._sizes, self._calls = [len(outputs) for outputs in self._calls], []
 
     def take(self) -> Outputs:
