@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from distca_hf.arrays import IntArray, as_int_array
 from distca_hf.data.rows import MEDIA
 from distca_hf.errors import PackingError
 from distca_hf.kernels.interface import Spans
-from distca_hf.layout import check_cu_seqlens
 from distca_hf.runtime.local_attention import Documents
 
 
@@ -103,6 +103,26 @@ def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) ->
             f"row {row}, token {token}: a document begins (position {int(positions[row, token])}) after tokens whose "
             "keys are in the cache; give packed documents without a cache, or go on with one document per row"
         )
+
+
+def check_cu_seqlens(cu_seqlens: ArrayLike, num_tokens: int) -> IntArray:
+    """Returns document lengths from cumulative sequence lengths `[0, ..., num_tokens]`; empty documents are allowed.
+
+    Raises:
+        PackingError: names the first position that is wrong, and its values.
+    """
+    borders = as_int_array(cu_seqlens, "cu_seqlens")
+    if len(borders) == 0 or borders[0] != 0:
+        first = borders[0] if len(borders) else "nothing"
+        raise PackingError(f"cu_seqlens must begin with 0, not {first}")
+    if borders[-1] != num_tokens:
+        raise PackingError(f"cu_seqlens ends at {borders[-1]}, but there are {num_tokens} tokens")
+    lengths = np.diff(borders)
+    falling = np.flatnonzero(lengths < 0)
+    if len(falling):
+        at = int(falling[0])
+        raise PackingError(f"cu_seqlens decreases at index {at + 1}: {borders[at]} is followed by {borders[at + 1]}")
+    return lengths
 
 
 def given_documents(
