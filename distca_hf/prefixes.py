@@ -14,7 +14,7 @@ Equal prefixes are found by hashes of the first tokens: of the least number of t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Self
 
@@ -26,9 +26,40 @@ from distca_hf.arrays import IntArray, offsets, ranges
 # Prefixes are compared at multiples of this many tokens after the shortest prefix that is shared. A continuation
 # computes fewer than this many tokens of its prefix again.
 BLOCK_TOKENS = 64
+# Seed of the factors of hashes: the same on all ranks.
+SEED = 45
 # Prefixes of prefixes, at most. Each is attended to by itself.
 MOST_LEVELS = 8
 NEVER = np.iinfo(np.int64).max
+
+
+def num_hashes(document_tokens: IntArray, least_tokens: int) -> IntArray:
+    """Returns the number of hashes of each document: of its first `least_tokens`, and of every `BLOCK_TOKENS` more,
+    as long as fewer tokens than all are hashed."""
+    return np.maximum((document_tokens - 1 - least_tokens) // BLOCK_TOKENS + 1, 0)
+
+
+def hashes_of(tokens: IntArray, document_tokens: IntArray, least_tokens: int) -> IntArray:
+    """Returns the hashes of documents, one document after the other; none of them is 0.
+
+    Args:
+        tokens: `[tokens of all documents]` a number for each token, in which everything is that layers compute from.
+    """
+    # Sums of tokens x random factors, modulo 2 ** 64.
+    counts, first = num_hashes(document_tokens, least_tokens), offsets(document_tokens)
+    factors = _factors(int(document_tokens.max(initial=1) - 1).bit_length())
+    of_tokens = [factors[:length] for length in document_tokens.tolist()]  # quicker than an index
+    sums = offsets(tokens * np.concatenate([*of_tokens, factors[:0]]))
+    document = np.repeat(np.arange(len(counts)), counts)
+    hashed = least_tokens + BLOCK_TOKENS * ranges(0, counts)
+    hashes = sums[first[document] + hashed] - sums[first[document]]
+    return np.where(hashes == 0, 1, hashes)
+
+
+@lru_cache(maxsize=4)
+def _factors(bits: int) -> IntArray:
+    return np.random.PCG64(SEED).random_raw(2**bits).view(np.int64)
+
 
 Span = tuple[int, int, int]  # document that holds the rows, start, stop
 

@@ -26,7 +26,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import get_worker_info
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ranges
 from distca_hf.batches.batch_documents import (
     POSITIONS_WITH_TEXT,
     Batch,
@@ -43,11 +43,14 @@ from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
 from distca_hf.errors import PackingError, and_more
+from distca_hf.prefixes import hashes_of
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
 
+# Bits of a token's number, next to its position.
+TOKEN_BITS = 32
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
@@ -187,12 +190,20 @@ class ReadDocuments:
         padded: places of the tokens in padded rows, on the host, if the rows become a pack; otherwise None.
         learns_nothing: whether the batch has labels, and all of them are ignored.
         checksum: checksum of tokens, labels and lengths; None if not requested.
+        hashes: of the beginnings of documents (`prefixes.hashes_of`); None if these cannot be shared.
     """
 
     lengths: IntArray | None
     padded: PaddedRows | None
     learns_nothing: bool
     checksum: int | None
+    hashes: IntArray | None = None
+
+    @property
+    def known_lengths(self) -> IntArray:
+        """`[documents]` tokens of each document of a batch that does not keep its padding."""
+        assert self.lengths is not None
+        return self.lengths
 
 
 @dataclass(frozen=True)
@@ -206,6 +217,7 @@ class DocumentReader:
         vocabulary_tokens: number of tokens for which the model has embeddings; None if not known.
         with_checksum: whether several ranks hold the same batch, and compare checksums of it.
         window_tokens: shortest window of the model's layers; None if they have none.
+        shared_tokens: shortest prefix that documents share; 0: none is shared.
     """
 
     lengths_of: Callable[[Batch], IntArray | None] = document_lengths
@@ -214,6 +226,7 @@ class DocumentReader:
     vocabulary_tokens: int | None = None
     with_checksum: bool = False
     window_tokens: int | None = None
+    shared_tokens: int = 0
 
     def read(self, batch: Batch) -> ReadDocuments:
         """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
@@ -233,7 +246,26 @@ class DocumentReader:
             padded,
             labels is not None and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all()),
             checksum_of(host, lengths) if self.with_checksum else None,
+            None if lengths is None else self._hashes(host, padded, lengths),
         )
+
+    def _hashes(self, batch: Batch, padded: PaddedRows | None, lengths: IntArray) -> IntArray | None:
+        """Returns hashes of the beginnings of documents: of their tokens and positions."""
+        tokens, positions = batch.get("input_ids"), batch.get("position_ids")
+        if not self.shared_tokens or tokens is None or media_of(batch):
+            return None
+        if positions is None:
+            columns = [tokens]
+        elif positions.ndim == 2:
+            columns = [tokens, positions.expand(tokens.shape)]
+        else:
+            return None
+        if padded is not None:
+            columns = [padded.pack(column) for column in columns]
+        numbers, *counted = [column.flatten().to(torch.int64).numpy() for column in columns]
+        if counted:  # positions of a document that do not begin at 0
+            numbers = numbers + ((counted[0] - ranges(0, lengths)) << TOKEN_BITS)
+        return hashes_of(numbers, lengths, self.shared_tokens)
 
 
 class Reading:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
-from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given import SHARES, GivenPlanner
 from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, fill_empty, reading_of
@@ -43,6 +43,7 @@ from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.mlp_tiles import tile, tiled_mlps, untile
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
+from distca_hf.integrations.models.sharing import Sharing
 from distca_hf.integrations.models.structure import (
     attend_with_distca,
     attention_layers,
@@ -109,7 +110,10 @@ class ForwardWatch:
         self._head_groups = head_groups_of(root, tensor_ranks)
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
-        self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, window)
+        of_documents = window, context.shared_prefix_tokens
+        self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, *of_documents)
+        has_states = self._mixers.need_whole or self._mixers.halo_tokens is not None
+        self._sharing = Sharing(root, inner, context, has_states, self._borders.is_multimodal)
         self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
@@ -294,9 +298,10 @@ class ForwardWatch:
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
-        plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile)
+        unshared = self._sharing.refusal(batch, module.training, self._counted.has_noise())
+        plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile, unshared)
         if plan is not None:
-            self.loss.decide(planner.returning, planner.needing, reason)
+            self.loss.decide(planner.returning, planner.needing, SHARES if planner.shares_prefixes else reason)
         return plan
 
     def _planner_on(self, device: torch.device) -> GivenPlanner:
