@@ -52,7 +52,7 @@ log = get_logger(__name__)
 # Why hidden states return, although a rank needs only values of tokens.
 SHARES = "documents share prefixes, whose tokens are in several rows"
 PLACED_LOSS = "the loss runs on placed rows, and each of them has one label"
-WITH_SERVERS = "attention servers take part"
+EXTRA_RANKS = "ranks without tokens take part"
 
 
 class GivenPlanner:
@@ -192,7 +192,7 @@ class GivenPlanner:
         if shown.returning is Returning.LOSS:
             unshared = unshared or PLACED_LOSS
         self._step.shares = not unshared
-        self._say_unshared(read, WITH_SERVERS if self._posting is not None else unshared)
+        self._say_unshared(read, EXTRA_RANKS if self._posting is not None else unshared)
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
             of_all = f"0 tokens on {len(shown.num_documents)} ranks"
