@@ -210,6 +210,30 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, 
     return results
 
 
+@pytest.mark.parametrize("name", ["a tree", "packs", "experts with their loss", "reentrant", "prompts too short"])
+def test_one_rank_computes_shared_prefixes_once(name: str) -> None:
+    case, plugin = CASES[name], distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+    model = distca_hf.enable(case.model("distca"), plugin)
+    case.prepare(model)
+
+    losses = []
+    for _ in range(2):
+        model.zero_grad()
+        with in_double():
+            losses.append(case.loss(model, case.batch(1)))
+            losses[-1].backward()
+
+    planner = watch_of(model).planner
+    assert (planner is not None) == (case.least_shared > 0)
+    assert planner is None or planner.totals.shared_tokens > 0
+    loss, expected = alone(case, 1)
+    assert [one.item() for one in losses] == pytest.approx([loss, loss], rel=1e-12)
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for weight, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, expected[weight], rtol=0, atol=1e-12 * largest)
+    plugin.close()
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
     by_rank = run_ranks(world, _train, tmp_path, list(CASES))

@@ -91,6 +91,7 @@ class ForwardWatch:
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._is_running, self._passes_with_gradients = False, 0
+        self._read: ReadDocuments | None = None
         self._check = ForwardCheck(root, context)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
@@ -110,10 +111,9 @@ class ForwardWatch:
         self._head_groups = head_groups_of(root, tensor_ranks)
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
-        of_documents = window, context.shared_prefix_tokens
-        self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, *of_documents)
-        has_states = self._mixers.need_whole or self._mixers.halo_tokens is not None
-        self._sharing = Sharing(root, inner, context, has_states, self._borders.is_multimodal)
+        of_batches = tensor_ranks > 1, window, context.shared_prefix_tokens
+        self.reader = DocumentReader(self._mixers.lengths, *of_model, *of_batches)
+        self._sharing = Sharing(root, context, self._mixers, self._borders.is_multimodal)
         self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
@@ -263,10 +263,7 @@ class ForwardWatch:
         )
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
-        """Returns `use_cache=False`, unless the caller chose a value.
-
-        A cache would keep the keys of all layers alive, but batches with a plan are not used for generation.
-        """
+        """Returns `use_cache=False`, unless the caller chose a value: a cache would keep the keys of all layers."""
         if not self._accepts_use_cache or batch.get("use_cache") is not None:
             return {}
         if getattr(transformers_model(self.root).config, "use_cache", False) and not self._logged_cache:
@@ -277,14 +274,17 @@ class ForwardWatch:
     def _attends_locally(self, batch: Batch, trains: bool, evaluates: bool) -> bool:
         """Returns whether this rank attends to a batch without a plan, independently of other ranks.
 
-        It does so on a single rank, with a cache, and if the model is not training (evaluation, generation, a teacher)
-        unless the setting `evaluate` is "distca".
+        It does so on a single rank whose documents share nothing, with a cache, and if the model is not training
+        (evaluation, generation, a teacher) unless the setting `evaluate` is "distca".
         """
-        evaluates = evaluates and self.context.evaluate == "distca"
-        members = self.context.members
+        evaluates, members = evaluates and self.context.evaluate == "distca", self.context.members
         # Tensor ranks of one data rank have nothing to exchange, but agree.
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
-        return one_rank or not (trains or evaluates) or cache_of(batch) is not None
+        local = not (trains or evaluates) or cache_of(batch) is not None
+        if one_rank and not local and self.loss.begin(batch)[0] is not Returning.LOSS:
+            self._read = self._sharing.found_on_one_rank(batch, self.reader, self._counted.has_noise())
+            return self._read is None
+        return one_rank or local
 
     def _plan_given(self, module: nn.Module, batch: Batch, trains: bool) -> LivePlan | None:
         """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide the same."""
@@ -327,8 +327,8 @@ class ForwardWatch:
                 "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
                 "(past_key_values=DynamicCache()): then every rank attends to its own batch"
             )
-        reading = reading_of(batch)
-        read = (reading and reading.documents) or self.reader.read(batch)
+        (read, self._read), reading = (self._read, None), reading_of(batch)
+        read = read or (reading and reading.documents) or self.reader.read(batch)
         self._borders.begin(read.padded)
         return read
 

@@ -8,11 +8,15 @@ import re
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.document_gather import begin_alike
+from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, reading_of
 from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
+from distca_hf.integrations.models.mixers import MixerWatch
+from distca_hf.integrations.models.structure import transformers_model
+from distca_hf.integrations.models.weights_check import is_due
 
 
 # Settings of models that are probabilities of dropping something, or amounts of noise; and those of heads.
@@ -25,13 +29,11 @@ class Sharing:
     """Says why documents of a model's batches must not share prefixes.
 
     Args:
-        has_states: whether layers carry a state from token to token.
+        mixers: layers of the model that carry a state.
         is_multimodal: whether the decoder is part of a model with towers.
     """
 
-    def __init__(
-        self, root: nn.Module, model: PreTrainedModel, config: DistCAConfig, has_states: bool, is_multimodal: bool
-    ) -> None:
+    def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch, is_multimodal: bool) -> None:
         of_modules = [
             (name, module, {"p", "drop_prob"} & vars(module).keys()) for name, module in root.named_modules()
         ]
@@ -41,10 +43,11 @@ class Sharing:
             for share in shares
             if "drop" in type(module).__name__.lower()
         ]
-        self._config, self._refusal = model.config.get_text_config(), ""
+        self._config, self._refusal = transformers_model(root).config.get_text_config(), ""
+        self._least_tokens, self._looks, self._found = config.shared_prefix_tokens, 0, False
         if not config.shared_prefix_tokens:
             self._refusal = "shared_prefix_tokens is 0"
-        elif has_states:
+        elif mixers.need_whole or mixers.halo_tokens is not None:
             self._refusal = "layers carry a state from token to token"
         elif is_multimodal:
             self._refusal = "the model may put features of images among the tokens"
@@ -56,6 +59,23 @@ class Sharing:
             is_noisy: whether embeddings get noise.
         """
         return self._refusal or _of_batch(batch) or (self._randomness(is_noisy) if is_training else "")
+
+    def found_on_one_rank(self, batch: Batch, reader: DocumentReader, is_noisy: bool) -> ReadDocuments | None:
+        """Returns what was read of a batch that trains on one rank; None while no batch had documents to share.
+
+        Without a reading this waits for the device. Before the first such batch it looks only at passes 1, 2, 4, 8 ...
+        """
+        if self.refusal(batch, True, is_noisy):
+            return None
+        reading = reading_of(batch)
+        read = None if reading is None else reading.documents
+        if read is None:
+            self._looks += 1
+            if not self._found and not is_due(self._looks):
+                return None
+            read = reader.read(batch)
+        self._found |= read.lengths is not None and begin_alike(read, self._least_tokens)
+        return read if self._found else None
 
     def _randomness(self, is_noisy: bool) -> str:
         """Returns what is drawn at random for each row in training."""
