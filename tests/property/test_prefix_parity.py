@@ -3,6 +3,8 @@ document in fp64."""
 
 import itertools
 import random
+from dataclasses import replace
+from itertools import pairwise
 from unittest.mock import patch
 
 import numpy as np
@@ -22,12 +24,14 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan, route
+from distca_hf.planning.row_moves import RowMoves
 from distca_hf.prefixes import SharedPrefixes
 from distca_hf.runtime.device_routing import on_device
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.testing import attend_documents, run_ranks
+from distca_hf.runtime.row_moves import PassRows, PinnedRowMoves
+from distca_hf.testing import LoopbackTransport, attend_documents, run_ranks
 from support.layouts import padding_rows
 from support.parity import HEADS, seen_apart
 
@@ -241,3 +245,65 @@ def test_layouts_that_hold_a_prefix_twice_are_refused() -> None:
     sharing.validate()
     with pytest.raises(PlanError, match=r"document \d: task \[0, \d\) where 3 is next"):
         plan.tasks.validate(sharing)
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_ranks=st.sampled_from([1, 2, 3, 4]),
+    tensor_ranks=st.sampled_from([1, 2]),
+    shares=st.booleans(),
+)
+def test_results_return_to_every_row_and_their_gradients_are_summed(
+    seed: int, num_ranks: int, tensor_ranks: int, shares: bool
+) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    documents = drawn_documents(rng)
+    shared = found(documents, 2 if shares else 1000, 1)
+    lengths, cuts = [*map(len, documents)], sorted(rng.choices(range(len(documents) + 1), k=num_ranks - 1))
+    home = Layout.from_packs([lengths[start:stop] for start, stop in pairwise([0, *cuts, len(documents)])])
+    own = SharedPrefixes.of_spans([[(at, 0, length)] for at, length in enumerate(lengths)], range(len(lengths)))
+    layout = scattered(rng, documents, own if shared is None else shared, num_ranks)
+    if shared is None:
+        layout = replace(layout, shared=None)
+    rows, first = rows_of_documents(layout), np.cumsum([0, *lengths])
+    values = torch.randn(int(first[-1]), 3, dtype=torch.float64, generator=generator)
+    places = [np.array(sorted(rng.sample(range(tokens + 4), tokens)), dtype=np.int64) for tokens in home.rank_tokens]
+    of_home = [
+        torch.from_numpy(np.concatenate([*(rows[d] for d, _, _ in home.held_by(rank)), first[:0]]))
+        for rank in range(num_ranks)
+    ]
+    upstream = [torch.randn(len(at) + 4, 3, dtype=torch.float64, generator=generator) for at in places]
+    expected = torch.zeros_like(values)
+    for at, ids, gradient in zip(places, of_home, upstream, strict=True):
+        expected.index_add_(0, ids, gradient[torch.from_numpy(at)])
+
+    def run(transport: LoopbackTransport) -> None:
+        rank = transport.rank
+        at, ids = torch.from_numpy(places[rank]), of_home[rank]
+        moves = RowMoves.of(home, layout, rank, places[rank], len(at) + 4)
+        pass_rows = PassRows(PinnedRowMoves.prepare(moves, False).to(at.device), transport, (1, len(at) + 4), "", int)
+        held = [np.arange(first[d] + start, first[d] + stop) for d, start, stop in layout.held_by(rank)]
+        here = torch.from_numpy(np.concatenate([*held, first[:0]]))
+        given = torch.zeros(len(at) + 4, 3, dtype=torch.float64)
+        given[at] = values[ids]
+        given.requires_grad_()
+
+        [placed] = pass_rows.move_in([given], differentiate=True)
+        assert torch.equal(placed[: len(here)], values[here])
+        assert not placed[len(here) :].any()
+        result = (2 * placed).detach().requires_grad_()
+        numbers = torch.arange(len(result))[:, None]
+        [home_rows, home_numbers] = pass_rows.move_home([result[None], numbers])
+        assert torch.equal(home_rows[0, at], 2 * values[ids])
+        assert home_rows[0].count_nonzero() == 3 * len(at)
+        assert home_numbers.shape == (len(at) + 4, 1)
+        [summed] = torch.autograd.grad(home_rows, result, upstream[rank][None])
+        torch.testing.assert_close(summed[: len(here)], expected[here], rtol=0, atol=1e-13)
+        assert not summed[len(here) :].any()
+
+        weights = torch.ones_like(placed).cumsum(0)
+        [of_given] = torch.autograd.grad(placed, given, weights)
+        assert int(of_given.count_nonzero()) == 3 * sum(len(moved) for moved in [moves.sent])
+
+    run_ranks(num_ranks, run, tensor_ranks=tensor_ranks)
