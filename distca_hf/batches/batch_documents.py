@@ -15,8 +15,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from distca_hf.arrays import IntArray, as_int_array
+from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, and_more
 from distca_hf.kernels.interface import Spans
 from distca_hf.runtime.local_attention import Documents
 
@@ -192,6 +193,31 @@ def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
     return offsets, int(offsets.diff().max()) if len(starts) else 0
 
 
+def check_runs(is_token: torch.Tensor) -> None:
+    """Checks that the tokens of every row, bool `[B, L]`, are contiguous.
+
+    Raises:
+        PackingError: a row has no token, or padding between tokens.
+    """
+    begins = is_token.clone()
+    begins[:, 1:] &= ~is_token[:, :-1]
+    runs = begins.sum(dim=1)
+    wrong = (runs != 1).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    row = wrong[0]
+    if int(runs[row]) == 0:
+        raise PackingError(
+            f"row {row} of a padded batch has no token: its attention_mask is 0 everywhere{and_more(len(wrong) - 1)}. "
+            "Leave such rows out of the dataset"
+        )
+    hole = int((begins[row].cumsum(0) > 1).nonzero()[0])
+    raise PackingError(
+        f"row {row} of a padded batch has padding between tokens: its attention_mask begins again at place {hole}"
+        f"{and_more(len(wrong) - 1)}. Pad rows only on the left, or only on the right"
+    )
+
+
 def check_mask_numbers(batch: Batch) -> None:
     """Checks that positions agree with a mask that numbers the documents of its rows (1 1 1 2 2).
 
@@ -265,6 +291,14 @@ def tokens_of(batch: Batch) -> torch.Tensor:
     """Returns a tensor with one element per token of a batch."""
     tokens = batch.get("input_ids")
     return batch["inputs_embeds"][..., 0] if tokens is None else tokens
+
+
+def shifted_labels(batch: Batch) -> torch.Tensor | None:
+    """Returns labels of a batch, shifted in its rows as a model's loss would shift them; None if it has none."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if shifted is not None or not isinstance(labels, torch.Tensor):
+        return shifted
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def media_of(batch: Batch) -> list[str]:

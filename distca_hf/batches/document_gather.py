@@ -3,19 +3,21 @@
     every gather            | documents of each batch | lengths | hashes of their beginnings |    filled up with zeros
     if any begin alike      | all hashes of these documents |
 
-Hashes are those of `prefixes`. A document that must not share its prefix has none.
+Hashes are those of `prefixes`. A document that must not share its prefix has none, and 0 stands for tokens that must
+not be shared.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, as_int_array, offsets
+from distca_hf.arrays import IntArray, as_int_array, offsets, ranges
 from distca_hf.batches.read_documents import ReadDocuments
 from distca_hf.comm.transport import Transport
-from distca_hf.prefixes import num_hashes
+from distca_hf.prefixes import BLOCK_TOKENS, num_hashes
 
 
 class BatchDocuments(NamedTuple):
@@ -105,6 +107,24 @@ class DocumentGather:
                 hashes[-1] += [values[at][start:stop] for start, stop in pairwise(borders.tolist())]
                 first[at] = int(borders[-1])
         return hashes
+
+
+def to_share(read: ReadDocuments, shares: bool, has_one_label: bool, least_tokens: int) -> ReadDocuments:
+    """Returns what was read of a batch, with hashes only of what its documents may share.
+
+    Args:
+        shares: whether they may share prefixes.
+        has_one_label: whether a loss gets only one label of each token that is computed. Then only tokens that predict
+            no label to learn may be shared.
+    """
+    if read.hashes is None or not shares:
+        return replace(read, hashes=None)
+    if not has_one_label:
+        return read
+    counts = num_hashes(read.known_lengths, least_tokens)
+    unlearnt = np.zeros_like(counts) if read.unlearnt is None else read.unlearnt
+    hashed = least_tokens + BLOCK_TOKENS * ranges(0, counts)
+    return replace(read, hashes=np.where(hashed <= np.repeat(unlearnt, counts), read.hashes, 0))
 
 
 def begin_alike(read: ReadDocuments, least_tokens: int) -> bool:

@@ -25,7 +25,7 @@ import torch
 
 from distca_hf.batches.agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, begin_alike
+from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, begin_alike, to_share
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, PaddedRows, ReadDocuments, Reading
 from distca_hf.batches.step_ahead import HostPlan, StepAhead
@@ -49,9 +49,8 @@ from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logge
 
 log = get_logger(__name__)
 
-# Why hidden states return, although a rank needs only values of tokens.
-SHARES = "documents share prefixes, whose tokens are in several rows"
-PLACED_LOSS = "the loss runs on placed rows, and each of them has one label"
+# Why documents that begin alike do not share their prefix.
+LEARNT = "the tokens predict labels to learn, and the head runs on placed rows, which have one label each"
 EXTRA_RANKS = "ranks without tokens take part"
 
 
@@ -70,8 +69,6 @@ class GivenPlanner:
         latest_moves: moves of rows of the latest micro-batch; None if attention tasks move instead of rows.
         returning: what the pass of the latest micro-batch returns.
         needing: ranks that need its hidden states, as text.
-        shares_prefixes: whether the pass of the latest micro-batch returns hidden states only because documents share
-            prefixes.
         times: how long planning took for the micro-batches that a model was trained on.
     """
 
@@ -97,7 +94,7 @@ class GivenPlanner:
         self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
         self._read_batch, self._flops, self._halo_tokens = read, flops, halo_tokens
         self.latest_moves: RowMoves | None = None
-        self.returning, self.needing, self.shares_prefixes = Returning.STATES, "", False
+        self.returning, self.needing = Returning.STATES, ""
         self._agreement = GivenAgreement(config, transport)
         can_share = places_rows and halo_tokens is None and self._posting is None
         self._least_tokens, self._said_unshared = config.shared_prefix_tokens if can_share else 0, False
@@ -189,53 +186,43 @@ class GivenPlanner:
         if shown.stays_padded:
             return None
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.known_lengths
-        if shown.returning is Returning.LOSS:
-            unshared = unshared or PLACED_LOSS
-        self._step.shares = not unshared
-        self._say_unshared(read, EXTRA_RANKS if self._posting is not None else unshared)
+        self._step.shares, self._step.returning = not unshared, shown.returning
+        shares, has_one_label = not unshared and self._least_tokens > 0, shown.returning is not Returning.STATES
+        shown_as = to_share(read, shares, has_one_label, self._least_tokens)
+        self._say_unshared(read, shown_as, unshared)
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
             of_all = f"0 tokens on {len(shown.num_documents)} ranks"
             raise PackingError(f"micro-batch {number}: no data on any rank ({of_all}); leave this batch out")
         # Evaluation does not use ranks without tokens; some of them may be lost.
         extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
-        if planned is not None and shown.is_planned and self._fits(planned.planned.result, shown.returning):
+        if planned is not None and shown.is_planned and planned.fits(shown.returning):
             prepare = planned.planned.result
         else:
-            shown_as, where = (
-                replace(read, hashes=None) if unshared else read,
-                f"micro-batch {number}, document lengths",
-            )
+            where = f"micro-batch {number}, document lengths"
             gather = DocumentGather(self._transport, [shown_as], max(shown.num_documents), self._least_tokens, where)
             prepare = partial(self._prepare_gathered, gather, read.padded, device.type == "cuda", extra_ranks)
         spent_seconds = time.perf_counter() - began
         plan = partial(self._plan_incoming, prepare, number, trains, device, extra_ranks, shown, spent_seconds)
         later = PlannedLater(longest_tokens, plan)
-        may_share = self._least_tokens > 0 and shown.returning is Returning.TOKEN_VALUES
-        planned_now = later.plan() if extra_ranks is not None or may_share else None
-        self.shares_prefixes = may_share and self.history[-1].shared_tokens > 0
-        if self.shares_prefixes:
-            self.returning = Returning.STATES
         return LivePlan(
             number,
-            planned_now or later,
+            later if extra_ranks is None else later.plan(),
             self._transport if trains else among_trainers(self._transport),
             self._config,
             document_tokens=lengths,
             also=self._step,
         )
 
-    def _say_unshared(self, read: ReadDocuments, unshared: str) -> None:
+    def _say_unshared(self, read: ReadDocuments, shown_as: ReadDocuments, unshared: str) -> None:
         """Logs once why documents that begin alike do not share their prefix."""
-        if unshared and self._config.shared_prefix_tokens and not self._said_unshared:
-            if begin_alike(read, self._config.shared_prefix_tokens):
-                self._said_unshared = True
-                log.info("documents begin alike, and the beginning of each is computed by itself: %s", unshared)
-
-    @staticmethod
-    def _fits(planned: Callable[[], HostPlan], returning: Returning) -> bool:
-        """Returns whether a plan that was made ahead fits what the pass returns; the same on all ranks."""
-        return returning is not Returning.LOSS or planned().plan.layout.shared is None
+        tokens = self._config.shared_prefix_tokens
+        if shown_as is read or self._said_unshared or not tokens:
+            return
+        if begin_alike(read, tokens) and not begin_alike(shown_as, tokens):
+            self._said_unshared = True
+            why = unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
+            log.info("documents begin alike, and the beginning of each is computed by itself: %s", why)
 
     def _prepare_gathered(
         self, gather: DocumentGather, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
@@ -281,7 +268,7 @@ class GivenPlanner:
         plan, num_chunks, kinds, moves = prepare()
         self.latest_moves = None if moves is None else moves.moves
         facts = kinds.facts
-        if shown.returning is not Returning.STATES and not facts.shared_tokens:  # head and loss run on placed rows
+        if shown.returning is not Returning.STATES:  # head and loss run on placed rows
             facts = replace(facts, head_tokens=facts.tokens)
         self.history.append(facts)
         if trains:

@@ -12,14 +12,14 @@ gathers lengths and plans.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
-from distca_hf.batches.document_gather import BatchDocuments, DocumentGather
+from distca_hf.batches.agreement import Returning
+from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, to_share
 from distca_hf.batches.read_documents import PaddedRows, ReadDocuments, Reading
 from distca_hf.comm.transport import Transport
 from distca_hf.planning.plan import Plan
@@ -53,11 +53,18 @@ class AheadPlan(NamedTuple):
         number: its number among these, counted from 1.
         planned: its plan.
         shares: whether documents of this rank could share prefixes.
+        returning: what its pass was expected to return.
     """
 
     number: int
     planned: Future[HostPlan]
     shares: bool
+    returning: Returning
+
+    def fits(self, returning: Returning) -> bool:
+        """Returns whether the plan fits what the pass returns; the same on all ranks."""
+        only_unlearnt = self.returning is not Returning.STATES or returning is Returning.STATES
+        return only_unlearnt or self.planned.result().plan.layout.shared is None
 
 
 class StepAhead:
@@ -70,6 +77,7 @@ class StepAhead:
 
     Attributes:
         shares: whether documents of this rank may share prefixes.
+        returning: what passes are expected to return; the same on all ranks.
     """
 
     def __init__(
@@ -79,7 +87,7 @@ class StepAhead:
         least_tokens: int,
     ) -> None:
         self._transport, self._prepare = transport, prepare
-        self._least_tokens, self.shares = least_tokens, False
+        self._least_tokens, self.shares, self.returning = least_tokens, False, Returning.STATES
         self._readings: Sequence[Reading | None] = ()
         self._documents: list[ReadDocuments] = []
         self._step_batches = 0
@@ -123,7 +131,8 @@ class StepAhead:
         if {*shown[FOLLOWING]} != {len(documents)} or not documents:
             return
         where = f"micro-batch {micro_batch}, document lengths of its step"
-        shown_as = documents if self.shares else [replace(read, hashes=None) for read in documents]
+        of_pass = self.shares, self.returning is not Returning.STATES, self._least_tokens
+        shown_as = [to_share(read, *of_pass) for read in documents]
         gather = DocumentGather(self._transport, shown_as, max(shown[DOCUMENTS]), self._least_tokens, where)
         self._gathering = documents, gather
 
@@ -143,7 +152,7 @@ class StepAhead:
         for read, of_batch in zip(documents, of_batches, strict=True):
             self._last_number += 1
             planned = thread.submit(self._prepare, of_batch, read.padded, device is not None)
-            self._planned[read] = AheadPlan(self._last_number, planned, self.shares)
+            self._planned[read] = AheadPlan(self._last_number, planned, self.shares, self.returning)
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
     def take(self, read: ReadDocuments) -> "AheadPlan | None":

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
-from distca_hf.batches.given import SHARES, GivenPlanner
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, fill_empty, reading_of
@@ -281,8 +281,9 @@ class ForwardWatch:
         # Tensor ranks of one data rank have nothing to exchange, but agree.
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
         local = not (trains or evaluates) or cache_of(batch) is not None
-        if one_rank and not local and self.loss.begin(batch)[0] is not Returning.LOSS:
-            self._read = self._sharing.found_on_one_rank(batch, self.reader, self._counted.has_noise())
+        if one_rank and not local:
+            of_pass = self.reader, self._counted.has_noise(), self.loss.begin(batch)[0]
+            self._read = self._sharing.found_on_one_rank(batch, *of_pass)
             return self._read is None
         return one_rank or local
 
@@ -301,7 +302,7 @@ class ForwardWatch:
         unshared = self._sharing.refusal(batch, module.training, self._counted.has_noise())
         plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile, unshared)
         if plan is not None:
-            self.loss.decide(planner.returning, planner.needing, SHARES if planner.shares_prefixes else reason)
+            self.loss.decide(planner.returning, planner.needing, reason)
         return plan
 
     def _planner_on(self, device: torch.device) -> GivenPlanner:

@@ -9,8 +9,9 @@ import re
 import torch
 from torch import nn
 
+from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.document_gather import begin_alike
+from distca_hf.batches.document_gather import begin_alike, to_share
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, reading_of
 from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
@@ -60,10 +61,15 @@ class Sharing:
         """
         return self._refusal or _of_batch(batch) or (self._randomness(is_noisy) if is_training else "")
 
-    def found_on_one_rank(self, batch: Batch, reader: DocumentReader, is_noisy: bool) -> ReadDocuments | None:
+    def found_on_one_rank(
+        self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
+    ) -> ReadDocuments | None:
         """Returns what was read of a batch that trains on one rank; None while no batch had documents to share.
 
         Without a reading this waits for the device. Before the first such batch it looks only at passes 1, 2, 4, 8 ...
+
+        Args:
+            returning: what the pass returns.
         """
         if self.refusal(batch, True, is_noisy):
             return None
@@ -74,7 +80,10 @@ class Sharing:
             if not self._found and not is_due(self._looks):
                 return None
             read = reader.read(batch)
-        self._found |= read.lengths is not None and begin_alike(read, self._least_tokens)
+        if read.lengths is None:
+            return None
+        shared = to_share(read, True, returning is not Returning.STATES, self._least_tokens)
+        self._found |= begin_alike(shared, self._least_tokens)
         return read if self._found else None
 
     def _randomness(self, is_noisy: bool) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.document_gather import DocumentGather, begin_alike
-from distca_hf.batches.given import PLACED_LOSS, SHARES, GivenPlanner
+from distca_hf.batches.given import LEARNT, GivenPlanner
 from distca_hf.batches.read_documents import ENTRY, Batch, DocumentReader, Reading, take_reading
 from distca_hf.config import DistCAConfig
 from distca_hf.prefixes import BLOCK_TOKENS, hashes_of, num_hashes
@@ -137,26 +137,33 @@ def attend(plan: LivePlan | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returning", "unshared", "shared", "returned", "says"),
+    ("returning", "unlearnt", "unshared", "shared", "says"),
     [
-        (Returning.STATES, "", 292, Returning.STATES, ""),
-        (Returning.TOKEN_VALUES, "", 292, Returning.STATES, ""),
-        (Returning.LOSS, "", 0, Returning.LOSS, PLACED_LOSS),
-        (Returning.STATES, "rows are random", 0, Returning.STATES, "rows are random"),
+        (Returning.STATES, 0, "", 292, ""),
+        (Returning.STATES, 0, "rows are random", 0, "rows are random"),
+        # The last token of a prompt predicts a label.
+        *((returning, 300, "", 292, "") for returning in (Returning.TOKEN_VALUES, Returning.LOSS)),
+        *((returning, 228, "", 228, "") for returning in (Returning.TOKEN_VALUES, Returning.LOSS)),
+        *((returning, 227, "", 164, "") for returning in (Returning.TOKEN_VALUES, Returning.LOSS)),
+        (Returning.LOSS, 50, "", 0, LEARNT),
     ],
 )
-def test_passes_share_prefixes_if_hidden_states_return(
-    returning: Returning, unshared: str, shared: int, returned: Returning, says: str
+def test_tokens_that_predict_labels_are_shared_only_if_hidden_states_return(
+    returning: Returning, unlearnt: int, unshared: str, shared: int, says: str
 ) -> None:
     batches = [padded(*answered(5, 70)), padded(words(40, 8))]
+    for batch in batches:
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        batch["labels"][:, : 1 + unlearnt] = -100
 
-    def run(transport: LoopbackTransport) -> tuple[int, Returning, bool]:
+    def run(transport: LoopbackTransport) -> int:
         planner = GivenPlanner(CONFIG, transport, read=READER.read, places_rows=True)
         for _ in range(2):
             plan = planner.plan(batches[transport.rank], returning=returning, unshared=unshared)
             assert plan is not None
             assert sum(plan.facts.tokens) == 675 + 40 - plan.facts.shared_tokens
-        return plan.facts.shared_tokens, planner.returning, planner.shares_prefixes
+        assert planner.returning == returning
+        return plan.facts.shared_tokens
 
     logging.getLogger("distca_hf").addHandler(kept := KeptLines())
     try:
@@ -164,11 +171,10 @@ def test_passes_share_prefixes_if_hidden_states_return(
     finally:
         logging.getLogger("distca_hf").removeHandler(kept)
 
-    assert results == 2 * [(shared, returned, returning != returned)]
+    assert results == [shared, shared]
     said = [line for line in kept.lines if "begin alike" in line]
     assert len(said) == bool(says)
     assert all(says in line for line in said)
-    assert "several rows" in SHARES
 
 
 def test_one_rank_may_keep_its_documents_apart() -> None:
