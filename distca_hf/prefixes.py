@@ -45,7 +45,8 @@ def hashes_of(tokens: IntArray, document_tokens: IntArray, least_tokens: int) ->
     Args:
         tokens: `[tokens of all documents]` a number for each token, in which everything is that layers compute from.
     """
-    # Sums of tokens x random factors, modulo 2 ** 64.
+    # Sums of tokens x random factors, modulo 2 ** 64: other tokens have other sums but for a chance of 2 ** -64, or
+    # 2 ** (n - 64) if all tokens differ by multiples of 2 ** n.
     counts, first = num_hashes(document_tokens, least_tokens), offsets(document_tokens)
     factors = _factors(int(document_tokens.max(initial=1) - 1).bit_length())
     of_tokens = [factors[:length] for length in document_tokens.tolist()]  # quicker than an index

@@ -51,8 +51,8 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Bits of a token's number, next to its position.
-TOKEN_BITS = 32
+# Factor of positions next to tokens: odd, so that none of its bits is lost.
+POSITION_FACTOR = 0x4F1BBCDCBFA53E0B
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
@@ -248,7 +248,7 @@ class DocumentReader:
 
         numbers, unlearnt = numbers_of(tokens), None
         if positions is not None:  # those of a document may not begin at 0
-            numbers = numbers + ((numbers_of(positions) - ranges(0, lengths)) << TOKEN_BITS)
+            numbers = numbers + (numbers_of(positions) - ranges(0, lengths)) * POSITION_FACTOR
         labels = shifted_labels(batch)
         if labels is not None and labels.shape == tokens.shape:
             first = offsets(lengths)
