@@ -71,7 +71,7 @@ class SharedPrefixes:
 
     Attributes:
         holder, start, stop: `[spans]` tokens [start, stop) of a document are rows of `holder`. Spans cover a document
-            in order; rows of the last span are its own.
+            in order; the document itself holds the last one.
         document_spans: `[documents + 1]` document d has spans `document_spans[d]` to `document_spans[d + 1]`.
         order: `[documents]` documents in an order in which those with a common prefix follow each other.
     """
@@ -91,21 +91,21 @@ class SharedPrefixes:
         return cls(holder, start, stop, offsets(counts), np.asarray(order, dtype=np.int64))
 
     @classmethod
-    def find(cls, document_tokens: IntArray, sums: Sequence[IntArray], least_tokens: int) -> Self | None:
+    def find(cls, document_tokens: IntArray, hashes: Sequence[IntArray], least_tokens: int) -> Self | None:
         """Finds prefixes that documents share.
 
         Args:
             document_tokens: `[documents]` lengths.
-            sums: of each document hashes of its first `least_tokens`, `least_tokens + BLOCK_TOKENS`, ... tokens, fewer
-                than all, none of them 0. Documents share a prefix if its hashes are equal.
+            hashes: of each document, of its first `least_tokens`, `least_tokens + BLOCK_TOKENS`, ... tokens, fewer than
+                all. Documents share a prefix if its hashes are equal and not 0.
             least_tokens: tokens that a prefix has at least, beyond those that more documents share.
 
         Returns:
             None if no prefix is shared.
         """
-        known = np.array([len(of_document) for of_document in sums], dtype=np.int64)
-        table = np.zeros((len(sums), int(known.max(initial=0)) + 1), dtype=np.int64)
-        table[np.repeat(np.arange(len(sums)), known), ranges(0, known)] = np.concatenate([*sums, known[:0]])
+        known = np.array([len(of_document) for of_document in hashes], dtype=np.int64)
+        table = np.zeros((len(hashes), int(known.max(initial=0)) + 1), dtype=np.int64)
+        table[np.repeat(np.arange(len(hashes)), known), ranges(0, known)] = np.concatenate([*hashes, known[:0]])
         order = np.argsort(table.view(f"V{table.shape[1] * table.itemsize}").ravel(), kind="stable")
         equal = (table[order[1:]] == table[order[:-1]]) & (table[order[1:]] != 0)
         blocks = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
@@ -123,7 +123,7 @@ class SharedPrefixes:
 
     @cached_property
     def first_own(self) -> IntArray:
-        """`[documents]` first token of each document that is its own row: the length of its shared prefix."""
+        """`[documents]` first token that each document holds: the length of its shared prefix."""
         return self.start[self.document_spans[1:] - 1]
 
     def held(
