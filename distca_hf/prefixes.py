@@ -96,7 +96,7 @@ class SharedPrefixes:
 
         Args:
             document_tokens: `[documents]` lengths.
-            hashes: of each document, of its first `least_tokens`, `least_tokens + BLOCK_TOKENS`, ... tokens, fewer than
+            hashes: of each document, of its first `least_tokens`, `least_tokens + BLOCK_TOKENS`, ... tokens, not of
                 all. Documents share a prefix if its hashes are equal and not 0.
             least_tokens: tokens that a prefix has at least, beyond those that more documents share.
 
