@@ -212,6 +212,12 @@ class DistCAConfig(Settings):
         "saves memory within a layer. 0: on all.",
         at_least=0,
     )
+    shared_prefix_tokens: int = _setting(
+        256,
+        "Your own batches: documents that begin with this many equal tokens, or more, share them: layers compute a "
+        "shared prefix once for all ranks, and its results return to every row. 0: never.",
+        at_least=0,
+    )
     evaluate: Evaluation = _setting(
         "local",
         "Evaluation: every rank attends to its own batches (local), or batches are placed on all ranks as in "

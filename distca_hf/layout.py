@@ -8,6 +8,8 @@ fast network. Placement makes layouts, planning reads them.
 
 Rows of a rank are its segments in order, then padding rows. Padding belongs to no document: nothing attends to it.
 
+If documents share a prefix, one of them holds it, and segments of the others begin after it (`prefixes`).
+
 A *stripe* marks a long part of a document whose tokens are on consecutive ranks of one node. These ranks divide its
 heads instead of its queries. Placement sets the mark, planning divides the heads.
 
@@ -36,6 +38,7 @@ from distca_hf.arrays import (
 )
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import ConfigError, PackingError, and_more
+from distca_hf.prefixes import SharedPrefixes
 
 
 # Longest document, in tokens: positions are 31 bits of a sort key (`planning.pieces`).
@@ -57,26 +60,6 @@ def check_document_tokens(values: ArrayLike, name: str = "document lengths") -> 
             f"{name}: document {bad[0]} has {lengths[bad[0]]} tokens{and_more(len(bad) - 1)}; a document "
             f"has 1 to {MAX_DOCUMENT_TOKENS} tokens. Remove empty documents first, for example with dataset.filter."
         )
-    return lengths
-
-
-def check_cu_seqlens(cu_seqlens: ArrayLike, num_tokens: int) -> IntArray:
-    """Returns document lengths from cumulative sequence lengths `[0, ..., num_tokens]`; empty documents are allowed.
-
-    Raises:
-        PackingError: names the first position that is wrong, and its values.
-    """
-    borders = as_int_array(cu_seqlens, "cu_seqlens")
-    if len(borders) == 0 or borders[0] != 0:
-        first = borders[0] if len(borders) else "nothing"
-        raise PackingError(f"cu_seqlens must begin with 0, not {first}")
-    if borders[-1] != num_tokens:
-        raise PackingError(f"cu_seqlens ends at {borders[-1]}, but there are {num_tokens} tokens")
-    lengths = np.diff(borders)
-    falling = np.flatnonzero(lengths < 0)
-    if len(falling):
-        at = int(falling[0])
-        raise PackingError(f"cu_seqlens decreases at index {at + 1}: {borders[at]} is followed by {borders[at + 1]}")
     return lengths
 
 
@@ -162,6 +145,7 @@ class Layout:
         rank_segments: `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`.
         rank_rows: `[ranks]` rows of each rank, including padding.
         stripes: parts of documents whose heads are divided.
+        shared: prefixes of documents that others hold; None if there are none.
     """
 
     document_tokens: IntArray
@@ -171,6 +155,7 @@ class Layout:
     rank_segments: IntArray
     rank_rows: IntArray
     stripes: tuple[Stripe, ...] = ()
+    shared: SharedPrefixes | None = None
 
     @classmethod
     def from_segments(
@@ -221,9 +206,24 @@ class Layout:
             rank_rows=np.array([max(1, int(pack.sum())) for pack in lengths], dtype=np.int64),
         )
 
+    def sharing(self, shared: SharedPrefixes) -> "Layout":
+        """Returns a layout of whole documents without the prefixes that other documents hold."""
+        layout = replace(self, segment_start=shared.first_own[self.segment_document], shared=shared)
+        return replace(layout, rank_rows=np.maximum(layout.rank_tokens, 1))
+
     @property
     def num_ranks(self) -> int:
         return len(self.rank_rows)
+
+    @cached_property
+    def first_own(self) -> IntArray:
+        """`[documents]` first token that each document holds; not 0 if another one holds its prefix."""
+        return np.zeros_like(self.document_tokens) if self.shared is None else self.shared.first_own
+
+    @cached_property
+    def shared_tokens(self) -> int:
+        """Number of tokens of documents that are rows of other documents."""
+        return int(self.first_own.sum())
 
     @property
     def num_documents(self) -> int:
@@ -344,9 +344,10 @@ class Layout:
         # 2. Segments of a document follow each other without a gap, and the last ends with it.
         order = np.lexsort((self.segment_start, self.segment_document))
         document, start, stop = self.segment_document[order], self.segment_start[order], self.segment_stop[order]
-        gap = first_gap(start, stop, run_starts(document))
+        own = self.first_own[document]
+        gap = first_gap(start - own, stop - own, run_starts(document))
         if gap is not None:
-            at, expected = gap
+            at, expected = gap[0], gap[1] + own[gap[0]]
             raise PackingError(
                 f"document {document[at]}: segment [{start[at]}, {stop[at]}) where [{expected}, ...) is next; "
                 "segments must cover a document without gap or overlap"

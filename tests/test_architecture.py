@@ -23,6 +23,7 @@ BASE = {
     "flops",
     "launched",
     "layout",
+    "prefixes",
     "recipe",
     "settings",
     "telemetry",

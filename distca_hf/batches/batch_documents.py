@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from distca_hf.arrays import IntArray, as_int_array
+from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, and_more
 from distca_hf.kernels.interface import Spans
-from distca_hf.layout import check_cu_seqlens
 from distca_hf.runtime.local_attention import Documents
 
 
@@ -105,6 +106,26 @@ def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) ->
         )
 
 
+def check_cu_seqlens(cu_seqlens: ArrayLike, num_tokens: int) -> IntArray:
+    """Returns document lengths from cumulative sequence lengths `[0, ..., num_tokens]`; empty documents are allowed.
+
+    Raises:
+        PackingError: names the first position that is wrong, and its values.
+    """
+    borders = as_int_array(cu_seqlens, "cu_seqlens")
+    if len(borders) == 0 or borders[0] != 0:
+        first = borders[0] if len(borders) else "nothing"
+        raise PackingError(f"cu_seqlens must begin with 0, not {first}")
+    if borders[-1] != num_tokens:
+        raise PackingError(f"cu_seqlens ends at {borders[-1]}, but there are {num_tokens} tokens")
+    lengths = np.diff(borders)
+    falling = np.flatnonzero(lengths < 0)
+    if len(falling):
+        at = int(falling[0])
+        raise PackingError(f"cu_seqlens decreases at index {at + 1}: {borders[at]} is followed by {borders[at + 1]}")
+    return lengths
+
+
 def given_documents(
     cu_seq_lens_q: torch.Tensor, cu_seq_lens_k: torch.Tensor | None, queries: int, keys: int, device: torch.device
 ) -> Documents:
@@ -170,6 +191,31 @@ def offsets_of(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
     starts = begins.flatten().nonzero().flatten()
     offsets = torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
     return offsets, int(offsets.diff().max()) if len(starts) else 0
+
+
+def check_runs(is_token: torch.Tensor) -> None:
+    """Checks that the tokens of every row, bool `[B, L]`, are contiguous.
+
+    Raises:
+        PackingError: a row has no token, or padding between tokens.
+    """
+    begins = is_token.clone()
+    begins[:, 1:] &= ~is_token[:, :-1]
+    runs = begins.sum(dim=1)
+    wrong = (runs != 1).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    row = wrong[0]
+    if int(runs[row]) == 0:
+        raise PackingError(
+            f"row {row} of a padded batch has no token: its attention_mask is 0 everywhere{and_more(len(wrong) - 1)}. "
+            "Leave such rows out of the dataset"
+        )
+    hole = int((begins[row].cumsum(0) > 1).nonzero()[0])
+    raise PackingError(
+        f"row {row} of a padded batch has padding between tokens: its attention_mask begins again at place {hole}"
+        f"{and_more(len(wrong) - 1)}. Pad rows only on the left, or only on the right"
+    )
 
 
 def check_mask_numbers(batch: Batch) -> None:
@@ -245,6 +291,14 @@ def tokens_of(batch: Batch) -> torch.Tensor:
     """Returns a tensor with one element per token of a batch."""
     tokens = batch.get("input_ids")
     return batch["inputs_embeds"][..., 0] if tokens is None else tokens
+
+
+def shifted_labels(batch: Batch) -> torch.Tensor | None:
+    """Returns labels of a batch, shifted in its rows as a model's loss would shift them; None if it has none."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if shifted is not None or not isinstance(labels, torch.Tensor):
+        return shifted
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def media_of(batch: Batch) -> list[str]:

@@ -6,15 +6,9 @@ have even work.
 
 Ranks agree and gather lengths before the pass. They make the plan when the decoder begins, while the device computes
 what comes before it. If ranks without tokens take part, they make it at once, because it is posted to those ranks
-before any layer runs. A thread plans micro-batches that are known before their pass (`StepAhead`):
+before any layer runs. A thread plans micro-batches that are known before their pass (`step_ahead`).
 
-    step begins              the batches that Trainer or its loader already holds are noted
-    attention, first pass    they are read; ranks agree on their number, and gather all lengths at once
-    end of the first pass    a thread starts to plan micro-batches 2, 3, ..., and the first one of the next step
-    later passes             copy their plan to the device
-
-The host does this only while the device is busy, and never waits. The thread touches neither process groups nor device
-streams. The pass uses its plan if all ranks show that they have it; otherwise the pass gathers lengths and plans.
+Documents that begin alike share their prefix: it is a row of one of them (`prefixes`).
 
 If a layer's state cannot travel between ranks, each rank needs its documents whole, in the order of its batch. Then
 tokens stay, and attention tasks move.
@@ -22,56 +16,42 @@ tokens stay, and attention tasks move.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from math import prod
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
-from distca_hf.arrays import IntArray, as_int_array, offsets
 from distca_hf.batches.agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, begin_alike, to_share
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, PaddedRows, ReadDocuments, Reading
+from distca_hf.batches.step_ahead import HostPlan, StepAhead
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.transport import Gather, Transport
+from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import DistCAError, PackingError
 from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds
-from distca_hf.planning.plan import ExtraRanks, Plan, PlanFacts
+from distca_hf.planning.plan import ExtraRanks, PlanFacts
 from distca_hf.planning.row_moves import RowMoves
+from distca_hf.prefixes import SharedPrefixes
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import PostingTransport, among_trainers
 from distca_hf.runtime.row_moves import PinnedRowMoves
-from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
+from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
-# Names of the numbers that ranks show each other: batches that are known and read, and their documents.
-FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
+log = get_logger(__name__)
 
-
-class HostPlan(NamedTuple):
-    """A plan on the host.
-
-    Attributes:
-        plan, num_chunks: the plan, and the chunks of its exchanges.
-        kinds: its routing, for each kind of layer.
-        moves: moves of rows at the borders of the decoder; None if attention tasks move instead of rows.
-    """
-
-    plan: Plan
-    num_chunks: int
-    kinds: PinnedKinds
-    moves: PinnedRowMoves | None
+# Why documents that begin alike do not share their prefix.
+LEARNT = "the tokens predict labels to learn, and the head runs on placed rows, which have one label each"
+EXTRA_RANKS = "ranks without tokens take part"
 
 
 class GivenPlanner:
@@ -116,7 +96,9 @@ class GivenPlanner:
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
         self._agreement = GivenAgreement(config, transport)
-        self._step = StepAhead(transport, partial(self._prepare, extra_ranks=None))
+        can_share = places_rows and halo_tokens is None and self._posting is None
+        self._least_tokens, self._said_unshared = config.shared_prefix_tokens if can_share else 0, False
+        self._step = StepAhead(transport, partial(self._prepare, extra_ranks=None), self._least_tokens)
         self._next_number = 0
 
     def bookmark(self) -> Callable[[], None]:
@@ -164,6 +146,7 @@ class GivenPlanner:
         gradients_of: Sequence[bool] = (),
         returning: Returning = Returning.STATES,
         meanwhile: Callable[[], None] = lambda: None,
+        unshared: str = "",
     ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
@@ -173,6 +156,7 @@ class GivenPlanner:
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs of the pass's results.
             meanwhile: runs while this rank waits for the others.
+            unshared: why documents of this rank must not share prefixes; empty if they may.
 
         Returns:
             The plan; None if some rank's batch keeps its padding: then every rank attends to its own batch.
@@ -193,27 +177,31 @@ class GivenPlanner:
             Agreement.announce_unable(self._transport, number, Occasion.PLAN)
             raise
         device = tokens_of(batch).device
-        (ahead, planned), step_batches = self._step.take(read), self._step.take_step_batches()
+        planned, step_batches = self._step.take(read), self._step.take_step_batches()
+        if planned is not None and planned.shares and unshared:
+            planned = None
+        ahead = 0 if planned is None else planned.number
         of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile
         shown = self._agreement.reach(batch, read, number, *of_pass)
         if shown.stays_padded:
             return None
-        self.returning, self.needing, lengths = shown.returning, shown.needing, read.lengths
-        assert lengths is not None  # or this rank's batch would be padded
+        self.returning, self.needing, lengths = shown.returning, shown.needing, read.known_lengths
+        self._step.shares, self._step.returning = not unshared, shown.returning
+        shares, has_one_label = not unshared and self._least_tokens > 0, shown.returning is not Returning.STATES
+        shown_as = to_share(read, shares, has_one_label, self._least_tokens)
+        self._say_unshared(read, shown_as, unshared)
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
             of_all = f"0 tokens on {len(shown.num_documents)} ranks"
             raise PackingError(f"micro-batch {number}: no data on any rank ({of_all}); leave this batch out")
         # Evaluation does not use ranks without tokens; some of them may be lost.
         extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
-        if planned is not None and shown.is_planned:
-            prepare = planned.result
+        if planned is not None and shown.is_planned and planned.fits(shown.returning):
+            prepare = planned.planned.result
         else:
-            filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
             where = f"micro-batch {number}, document lengths"
-            gather = self._transport.gather(filled_up, where)
-            pin = device.type == "cuda"
-            prepare = partial(self._prepare_gathered, gather, shown, where, read.padded, pin, extra_ranks)
+            gather = DocumentGather(self._transport, [shown_as], max(shown.num_documents), self._least_tokens, where)
+            prepare = partial(self._prepare_gathered, gather, read.padded, device.type == "cuda", extra_ranks)
         spent_seconds = time.perf_counter() - began
         plan = partial(self._plan_incoming, prepare, number, trains, device, extra_ranks, shown, spent_seconds)
         later = PlannedLater(longest_tokens, plan)
@@ -226,25 +214,31 @@ class GivenPlanner:
             also=self._step,
         )
 
+    def _say_unshared(self, read: ReadDocuments, shown_as: ReadDocuments, unshared: str) -> None:
+        """Logs once why documents that begin alike do not share their prefix."""
+        tokens = self._config.shared_prefix_tokens
+        if shown_as is read or self._said_unshared or not tokens:
+            return
+        if begin_alike(read, tokens) and not begin_alike(shown_as, tokens):
+            self._said_unshared = True
+            why = unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
+            log.info("documents begin alike, and the beginning of each is computed by itself: %s", why)
+
     def _prepare_gathered(
-        self,
-        gather: Gather,
-        shown: ShownNumbers,
-        where: str,
-        padded: PaddedRows | None,
-        pin: bool,
-        extra_ranks: ExtraRanks | None,
+        self, gather: DocumentGather, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
-        """Waits for the lengths of all ranks, filled up with zeros, then plans and routes their batches."""
-        counted = zip(gather.wait(), shown.num_documents, strict=True)
-        return self._prepare([as_int_array(row[:count], where) for row, count in counted], padded, pin, extra_ranks)
+        """Waits for the documents of all ranks, then plans and routes their batches."""
+        [documents] = gather.wait()
+        return self._prepare(documents, padded, pin, extra_ranks)
 
     def _prepare(
-        self, lengths: Sequence[IntArray], padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
+        self, documents: BatchDocuments, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
-        """Plans and routes batches on the host, from the document lengths of each rank; safe in a thread."""
-        home, plans = Layout.from_packs(lengths), self._plans
-        layout = plans.layout(home)
+        """Plans and routes batches on the host, from the documents of each rank; safe in a thread."""
+        home, plans, shared = Layout.from_packs(documents.lengths), self._plans, None
+        if documents.hashes:
+            shared = SharedPrefixes.find(home.document_tokens, documents.hashes, self._least_tokens)
+        layout = plans.layout(home if shared is None else home.sharing(shared))
         plan = plans.plan(layout, extra_ranks)
         plan.fingerprint  # noqa: B018 (remembered from here on)
         topology = plans.topology if extra_ranks is None else extra_ranks.topology(plans.topology)
@@ -287,106 +281,3 @@ class GivenPlanner:
         on_device = None if moves is None else moves.to(device)
         planned = kinds.planned(device, plan.fingerprint, posted)
         return planned._replace(facts=facts, moves=on_device, batch_forms=shown.forms)
-
-
-class _Gathering(NamedTuple):
-    """Batches whose lengths are being gathered."""
-
-    documents: Sequence[ReadDocuments]
-    gather: Gather
-    where: str
-
-
-class StepAhead:
-    """Plans micro-batches that are known before their pass.
-
-    Args:
-        prepare: plans a micro-batch; called in a thread with the document lengths of each rank, the rows of this
-            rank's batch if they are padded, and whether to pin memory.
-    """
-
-    def __init__(
-        self, transport: Transport, prepare: Callable[[Sequence[IntArray], PaddedRows | None, bool], HostPlan]
-    ) -> None:
-        self._transport, self._prepare = transport, prepare
-        self._readings: Sequence[Reading | None] = ()
-        self._documents: list[ReadDocuments] = []
-        self._step_batches = 0
-        self._gathering: _Gathering | None = None
-        self._pins_on: torch.device | None = None
-        self._last_number = 0
-        # Plans that no pass asks for are forgotten with their batches.
-        self._planned = WeakKeyDictionary[ReadDocuments, tuple[int, Future[HostPlan]]]()
-
-    def begin(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
-        """Notes which batches are known when a step begins.
-
-        Args:
-            readings: readings of the batches after the first one of the step; None for a batch without one.
-        """
-        self._readings, self._step_batches = readings, step_batches
-        self._pins_on = device if device.type == "cuda" else None
-
-    def take_step_batches(self) -> int:
-        """Returns the number of micro-batches in the step, in the first pass after `begin`; 0 in later passes."""
-        step_batches, self._step_batches = self._step_batches, 0
-        return step_batches
-
-    def show(self) -> dict[str, int]:
-        """Reads the batches that follow, and returns their number and the number of their documents.
-
-        Both are 0 in later passes, or if a batch cannot be read or keeps its padding.
-        """
-        documents = [None if reading is None else reading.documents for reading in self._readings]
-        read = [one for one in documents if one is not None and one.lengths is not None]
-        self._documents, self._readings = read if len(read) == len(documents) else [], ()
-        return {FOLLOWING: len(self._documents), DOCUMENTS: sum(map(len, _lengths(self._documents)))}
-
-    def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
-        """Gathers the lengths of these batches, if all ranks know equally many of them. A collective call.
-
-        Args:
-            shown: the numbers of all ranks, by name.
-        """
-        documents, self._documents = self._documents, []
-        if {*shown[FOLLOWING]} != {len(documents)} or not documents:
-            return
-        lengths, most_documents = _lengths(documents), max(shown[DOCUMENTS])
-        values = [*map(len, lengths), *(tokens for of_batch in lengths for tokens in of_batch.tolist())]
-        filled_up = [*values, *[0] * (len(lengths) + most_documents - len(values))]
-        where = f"micro-batch {micro_batch}, document lengths of its step"
-        self._gathering = _Gathering(documents, self._transport.gather(filled_up, where), where)
-
-    def start(self) -> None:
-        """Starts to plan the batches whose lengths were gathered, if any.
-
-        Raises:
-            PeerLostError: a rank was lost in the meantime.
-        """
-        if self._gathering is None:
-            return
-        (documents, gather, where), self._gathering = self._gathering, None
-        of_ranks, device = [_divided(row, len(documents), where) for row in gather.wait()], self._pins_on
-        # Otherwise pinning would open a context on the first GPU.
-        enter = None if device is None else partial(torch.cuda.set_device, device)
-        thread = ThreadPoolExecutor(1, "distca-ahead", initializer=enter)
-        for read, lengths in zip(documents, zip(*of_ranks, strict=True), strict=True):
-            self._last_number += 1
-            planned = thread.submit(self._prepare, lengths, read.padded, device is not None)
-            self._planned[read] = self._last_number, planned
-        thread.shutdown(wait=False)  # it ends when it has planned them all
-
-    def take(self, read: ReadDocuments) -> tuple[int, Future[HostPlan] | None]:
-        """Returns the number of a micro-batch among those planned ahead, counted from 1, and its plan. Returns 0 and
-        None if it was not planned ahead, or was taken before."""
-        return self._planned.pop(read, (0, None))
-
-
-def _lengths(documents: Sequence[ReadDocuments]) -> list[IntArray]:
-    return [read.lengths for read in documents if read.lengths is not None]
-
-
-def _divided(row: list[int], num_batches: int, where: str) -> list[IntArray]:
-    """Returns the lengths of each micro-batch of a rank."""
-    borders = num_batches + offsets(as_int_array(row[:num_batches], where))
-    return [as_int_array(row[start:stop], where) for start, stop in pairwise(borders)]

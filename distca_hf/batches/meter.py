@@ -107,8 +107,10 @@ class MeterReading:
         totals, seconds = self.totals, self.seconds
         waited_much = self.slowest_rank is not None and self.waited_seconds >= LITTLE_WAITING * seconds
         slow = f", mostly for rank {self.slowest_rank}" if waited_much else ""
+        shared, tokens = totals.shared_tokens, totals.tokens
+        once = f", {shared:,} of them ({shared / tokens:.0%}) not computed twice" if shared else ""
         return (
-            f"{done}: {totals.tokens:,} tokens in {duration(seconds)}, {totals.tokens / seconds:,.0f} per second; "
+            f"{done}: {tokens:,} tokens{once} in {duration(seconds)}, {tokens / seconds:,.0f} per second; "
             f"{totals.balance}; waited {self.loader_wait_seconds / seconds:.1%} of the time for data, "
             f"{self.waited_seconds / seconds:.1%} for other ranks{slow}"
         )
@@ -201,7 +203,9 @@ class Meter:
         if self._flops is not None and self._device.type == "cuda" and dtype in HALF:
             peak = peak_flops(torch.cuda.get_device_name(self._device))
             if peak is not None:
-                utilisation = self._flops.useful(totals.tokens, totals.pairs) / (num_ranks * seconds * peak)
+                utilisation = self._flops.useful(totals.tokens - totals.shared_tokens, totals.pairs) / (
+                    num_ranks * seconds * peak
+                )
         most = {name: max(values) for name, values in by_rank.items()}
         return MeterReading(
             num_ranks=num_ranks,

@@ -188,10 +188,13 @@ class RunReport:
                 "tokens stay on their ranks, and attention moves to ranks with less work"
                 if plan.planned.moves is None
                 else "inside the model their rows move to ranks with less work"
+                if num_ranks > 1
+                else "layers compute their shared prefixes once"
             )
+            shared = f" ({facts.shared_tokens:,} of them not computed twice)" if facts.shared_tokens else ""
             return (
                 f"{ranks} {nodes}; your own batches: {moved}; first micro-batch: "
-                f"{count(facts.num_documents, 'document')}, {facts.num_tokens:,} tokens, longest "
+                f"{count(facts.num_documents, 'document')}, {facts.num_tokens:,} tokens{shared}, longest "
                 f"{facts.longest_document_tokens:,}{steps}"
             )
         data = plan.data

@@ -23,31 +23,36 @@ from functools import cached_property
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, offsets, ranges
 from distca_hf.batches.batch_documents import (
     POSITIONS_WITH_TEXT,
     Batch,
     check_mask_numbers,
     check_positions_fit,
+    check_runs,
     document_lengths,
     documents_at,
     ids_checked,
     media_of,
     padded_rows,
+    shifted_labels,
     tokens_of,
 )
 from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
-from distca_hf.errors import PackingError, and_more
+from distca_hf.prefixes import hashes_of
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
 
+# Factor of positions next to tokens: odd, so that none of its bits is lost.
+POSITION_FACTOR = 0x4F1BBCDCBFA53E0B
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
@@ -105,7 +110,7 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
     check_positions_fit(positions, tokens)
     check_mask_numbers(batch)
     is_token = mask.bool()
-    _check_runs(is_token)
+    check_runs(is_token)
     if _learns_after_padding(batch.get("labels"), batch.get("shift_labels"), is_token):
         return None
     if positions is None:
@@ -131,27 +136,6 @@ def _learns_after_padding(labels: object, shift_labels: object, is_token: torch.
     if not isinstance(labels, torch.Tensor) or labels.shape != is_token.shape:
         return False
     return bool(((labels[:, 1:] != IGNORED_LABEL) & ~is_token[:, :-1]).any())
-
-
-def _check_runs(is_token: torch.Tensor) -> None:
-    """Checks that the tokens of every row, bool `[B, L]`, are contiguous."""
-    begins = is_token.clone()
-    begins[:, 1:] &= ~is_token[:, :-1]
-    runs = begins.sum(dim=1)
-    wrong = (runs != 1).nonzero().flatten().tolist()
-    if not wrong:
-        return
-    row = wrong[0]
-    if int(runs[row]) == 0:
-        raise PackingError(
-            f"row {row} of a padded batch has no token: its attention_mask is 0 everywhere{and_more(len(wrong) - 1)}. "
-            "Leave such rows out of the dataset"
-        )
-    hole = int((begins[row].cumsum(0) > 1).nonzero()[0])
-    raise PackingError(
-        f"row {row} of a padded batch has padding between tokens: its attention_mask begins again at place {hole}"
-        f"{and_more(len(wrong) - 1)}. Pad rows only on the left, or only on the right"
-    )
 
 
 def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int | None]:
@@ -187,12 +171,22 @@ class ReadDocuments:
         padded: places of the tokens in padded rows, on the host, if the rows become a pack; otherwise None.
         learns_nothing: whether the batch has labels, and all of them are ignored.
         checksum: checksum of tokens, labels and lengths; None if not requested.
+        hashes: of the beginnings of documents (`prefixes.hashes_of`); None if these cannot be shared.
+        unlearnt: `[documents]` first tokens of each document that predict no label to learn; None without labels.
     """
 
     lengths: IntArray | None
     padded: PaddedRows | None
     learns_nothing: bool
     checksum: int | None
+    hashes: IntArray | None = None
+    unlearnt: IntArray | None = None
+
+    @property
+    def known_lengths(self) -> IntArray:
+        """`[documents]` tokens of each document of a batch that does not keep its padding."""
+        assert self.lengths is not None
+        return self.lengths
 
 
 @dataclass(frozen=True)
@@ -206,6 +200,7 @@ class DocumentReader:
         vocabulary_tokens: number of tokens for which the model has embeddings; None if not known.
         with_checksum: whether several ranks hold the same batch, and compare checksums of it.
         window_tokens: shortest window of the model's layers; None if they have none.
+        shared_tokens: shortest prefix that documents share; 0: none is shared.
     """
 
     lengths_of: Callable[[Batch], IntArray | None] = document_lengths
@@ -214,6 +209,7 @@ class DocumentReader:
     vocabulary_tokens: int | None = None
     with_checksum: bool = False
     window_tokens: int | None = None
+    shared_tokens: int = 0
 
     def read(self, batch: Batch) -> ReadDocuments:
         """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
@@ -233,7 +229,32 @@ class DocumentReader:
             padded,
             labels is not None and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all()),
             checksum_of(host, lengths) if self.with_checksum else None,
+            *(None, None) if lengths is None else self._beginnings(host, padded, lengths),
         )
+
+    def _beginnings(
+        self, batch: Batch, padded: PaddedRows | None, lengths: IntArray
+    ) -> tuple[IntArray | None, IntArray | None]:
+        """Returns hashes of the beginnings of documents, of their tokens and positions; and their unlearnt tokens."""
+        tokens, positions = batch.get("input_ids"), batch.get("position_ids")
+        has_rows = positions is None or positions.ndim == 2
+        if not self.shared_tokens or tokens is None or media_of(batch) or not has_rows:
+            return None, None
+
+        def numbers_of(column: torch.Tensor) -> IntArray:
+            packed = column.expand(tokens.shape) if padded is None else padded.pack(column.expand(tokens.shape))
+            numbers: IntArray = packed.flatten().to(torch.int64).numpy()
+            return numbers
+
+        numbers, unlearnt = numbers_of(tokens), None
+        if positions is not None:  # those of a document may not begin at 0
+            numbers = numbers + (numbers_of(positions) - ranges(0, lengths)) * POSITION_FACTOR
+        labels = shifted_labels(batch)
+        if labels is not None and labels.shape == tokens.shape:
+            first = offsets(lengths)
+            learnt = np.append(np.flatnonzero(numbers_of(labels) != IGNORED_LABEL), len(numbers))
+            unlearnt = np.minimum(learnt[np.searchsorted(learnt, first[:-1])], first[1:]) - first[:-1]
+        return hashes_of(numbers, lengths, self.shared_tokens), unlearnt
 
 
 class Reading:

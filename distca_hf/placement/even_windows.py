@@ -75,11 +75,12 @@ class EvenWindows:
     alike: float
 
     @classmethod
-    def of_nodes(cls, kinds: LayersByMask, document_tokens: IntArray, work: int) -> Self:
-        """Returns the deal to nodes of whole documents with this much work."""
-        long = document_tokens[document_tokens > int(LONG_WINDOWS * kinds.longest_window)]
-        time = kinds.window_time(document_tokens) / max(1, work)
-        time_left_out = sum(map(kinds.left_out_before, long.tolist())) / max(1, work)
+    def of_nodes(cls, kinds: LayersByMask, document_tokens: IntArray, first_own: IntArray, work: int) -> Self:
+        """Returns the deal to nodes of documents with this much work, each from its first own token on."""
+        is_long = document_tokens > int(LONG_WINDOWS * kinds.longest_window)
+        time = (kinds.window_time(document_tokens) - kinds.window_time(first_own)) / max(1, work)
+        left_out, shared = (sum(map(kinds.left_out_before, x[is_long].tolist())) for x in (document_tokens, first_own))
+        time_left_out = (left_out - shared) / max(1, work)
         return cls(kinds, time, time_left_out, NODES_UNEVEN * time, ALIKE_NODES)
 
     def of_ranks(self, pieces: list[Piece]) -> "EvenWindows":

@@ -30,14 +30,20 @@ def place_given(
     """Returns the layout that layers compute, with at least one row on each rank: models cannot run without rows.
 
     Args:
-        home: whole documents, in the order of the batches; returned unchanged if batches are even.
+        home: documents, in the order of the batches, without the prefixes that others hold; returned unchanged if
+            batches are even.
         topology, head_groups, layer_masks: as for `place`.
     """
     counts = [home.rank_tokens, *(home.rank_work_of(mask) for mask, _ in layer_masks)]
     if all(count.max() <= EVEN * count.mean() for count in counts):
         return home
     placed = place(
-        home.document_tokens, home.num_ranks, topology=topology, head_groups=head_groups, layer_masks=layer_masks
+        home.document_tokens,
+        home.num_ranks,
+        topology=topology,
+        head_groups=head_groups,
+        layer_masks=layer_masks,
+        shared=home.shared,
     )
     placed = near_home(home, placed, topology)
     return replace(placed, rank_rows=np.maximum(placed.rank_rows, 1))

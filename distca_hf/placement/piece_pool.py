@@ -12,10 +12,8 @@ Taken tokens are pieces again, so the work of a whole document is counted once, 
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from itertools import islice, repeat
+from itertools import islice
 from operator import itemgetter
-
-import numpy as np
 
 from distca_hf.arrays import MAX_INTEGER, IntArray
 from distca_hf.cost import DocumentCost, Work
@@ -56,8 +54,11 @@ class PiecePool:
         self._misplaced: list[Piece] = []
 
     @classmethod
-    def of_documents(cls, document_tokens: IntArray, cost: DocumentCost) -> "PiecePool":
-        """Makes a pool of whole documents.
+    def of_documents(cls, document_tokens: IntArray, cost: DocumentCost, first_own: IntArray) -> "PiecePool":
+        """Makes a pool of documents.
+
+        Args:
+            first_own: first token of each document to place: 0 for a whole document.
 
         Raises:
             PackingError: the cost of the longest document is beyond int64.
@@ -71,10 +72,10 @@ class PiecePool:
                 raise PackingError(
                     f"a document of {lengths[longest]} tokens costs {most_work}, more than {MAX_INTEGER}; split it"
                 )
-        work = cost.work_of(np.zeros_like(document_tokens), document_tokens, document_tokens)
+        work = cost.work_of(first_own, document_tokens, document_tokens)
         works = work.tolist()
-        mean_costs = (work / document_tokens).tolist()
-        pieces = zip(mean_costs, range(len(lengths)), repeat(0, len(lengths)), lengths, works, strict=True)
+        mean_costs = (work / (document_tokens - first_own)).tolist()
+        pieces = zip(mean_costs, range(len(lengths)), first_own.tolist(), lengths, works, strict=True)
         return cls(pieces, exact_work)
 
     def copy(self) -> "PiecePool":

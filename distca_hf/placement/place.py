@@ -41,6 +41,7 @@ from distca_hf.placement.even_windows import EvenWindows
 from distca_hf.placement.heuristics import ALIKE_NODES, deal_longest_first, heuristics_to_try, key_tokens
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
 from distca_hf.placement.predicted import QUERY_AND_OUTPUT_PARTS, LayersByMask, PredictedTime
+from distca_hf.prefixes import SharedPrefixes
 
 
 # A way to deal a pool to ranks with goals. Work may deviate from them by a fraction before long documents are cut.
@@ -81,6 +82,7 @@ def place(
     head_groups: int = 1,
     rank_shares: Sequence[float] | None = None,
     layer_masks: LayerMasks = CAUSAL_LAYERS,
+    shared: SharedPrefixes | None = None,
 ) -> Layout:
     """Places documents on ranks: tokens equal to within one, work to within 0.5 % and one token's cost.
 
@@ -96,6 +98,7 @@ def place(
         rank_shares: relative work of each rank, near 1; by default equal. For ranks, or tasks, of unequal speed.
         layer_masks: each mask with the number of layers that have it. Work of the widest one is made equal, work in
             windows about equal (see `even_windows`).
+        shared: prefixes that documents share, which are placed once; then heads are not divided.
 
     Returns:
         A layout without padding, with each rank's segments in the order in which its tasks are computed, and stripes.
@@ -123,9 +126,11 @@ def place(
         np.argsort(lengths, kind="stable"),
         topology,
         kinds.cost if cost is None else cost,
-        head_groups if kinds.widest == CAUSAL_MASK else 1,  # no stripes for windows: their parts need few keys
+        # No stripes for windows: their parts need few keys.
+        head_groups if kinds.widest == CAUSAL_MASK and shared is None else 1,
         shares,
         has_shares=rank_shares is not None,
+        shared=shared,
     )
     # 1. Only for full attention. That suffices without windows, or if they are even by chance.
     for_widest = documents.placed()
@@ -184,6 +189,7 @@ class _Documents:
         topology, cost, head_groups: see `place`.
         shares: relative work of each rank.
         has_shares: whether shares may differ.
+        shared: see `place`.
     """
 
     lengths: IntArray
@@ -193,6 +199,12 @@ class _Documents:
     head_groups: int
     shares: list[float]
     has_shares: bool
+    shared: SharedPrefixes | None = None
+
+    @cached_property
+    def first_own(self) -> IntArray:
+        """`[documents]` first token to place of each document, as the caller numbers them."""
+        return np.zeros_like(self.lengths) if self.shared is None else self.shared.first_own
 
     @cached_property
     def sorted_tokens(self) -> IntArray:
@@ -202,13 +214,13 @@ class _Documents:
     @cached_property
     def rank_tokens(self) -> list[int]:
         """Tokens of each rank."""
-        tokens, num_ranks = int(self.lengths.sum()), len(self.shares)
+        tokens, num_ranks = int((self.lengths - self.first_own).sum()), len(self.shares)
         return np.diff([tokens * rank // num_ranks for rank in range(num_ranks + 1)]).tolist()
 
     @cached_property
     def pool(self) -> PiecePool:
         """All documents; each way to place them takes from a copy of it."""
-        return PiecePool.of_documents(self.sorted_tokens, self.cost)
+        return PiecePool.of_documents(self.sorted_tokens, self.cost, self.first_own[self.order])
 
     def striped(self, pieces: Sequence[Piece], num_ranks: int) -> list[bool]:
         """Decides for each piece of a node with `num_ranks` ranks whether it is striped."""
@@ -242,7 +254,7 @@ class _Documents:
         pool = self.pool.copy()
         goals = _goals(map(sum, tokens_of), map(sum, shares_of), pool.work_left)
         off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
-        windows = EvenWindows.of_nodes(kinds, self.lengths, pool.work_left) if kinds else None
+        windows = EvenWindows.of_nodes(kinds, self.lengths, self.first_own, pool.work_left) if kinds else None
         if windows is None:
             held_by_node = deal_longest_first(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
         else:
@@ -278,12 +290,13 @@ class _Documents:
 
     def _layout(self, segments: list[list[Segment]], stripes: list[Stripe]) -> Layout:
         """Makes a layout with the caller's numbers of documents. A rank's segments that begin their document come
-        first, then by document: the order in which tasks run."""
+        first, then by document: the order in which tasks run. Documents with a common prefix follow each other."""
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
         num_ranks = len(self.shares)
         rank = np.repeat(np.arange(num_ranks), [len(of_rank) for of_rank in segments])
         document, start, stop, rank = join_neighbours(self.order[numbers[:, 0]], numbers[:, 1], numbers[:, 2], rank)
-        in_order = np.argsort(2 * rank + (start > 0), kind="stable")
+        follows = document if self.shared is None else np.argsort(self.shared.order)[document]
+        in_order = np.lexsort((start, follows, start > 0, rank))
         tokens_before = offsets(stop - start)
         rank_segments = np.searchsorted(rank, np.arange(num_ranks + 1))
         layout = Layout(
@@ -294,6 +307,7 @@ class _Documents:
             rank_segments=rank_segments,
             rank_rows=np.diff(tokens_before[rank_segments]),
             stripes=tuple(replace(stripe, document=int(self.order[stripe.document])) for stripe in stripes),
+            shared=self.shared,
         )
         layout.validate()
         return layout

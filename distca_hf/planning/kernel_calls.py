@@ -15,9 +15,10 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, chained, exclusive_cumsum, offsets, run_starts, run_stops
 from distca_hf.cost import Mask
+from distca_hf.layout import Layout
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.transfers import ExchangeChunks, RemoteKV
+from distca_hf.planning.transfers import ExchangeChunks, RemoteKV, held_keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,31 +172,41 @@ def local_calls(local: LocalParts, mask: Mask) -> tuple[KernelCall, ...]:
     return tuple(calls)
 
 
-def prefix_calls(local: LocalParts, mask: Mask, remote_kv: RemoteKV, chunk: int) -> tuple[KernelCall, ...]:
+def prefix_calls(
+    layout: Layout, local: LocalParts, mask: Mask, remote_kv: RemoteKV, chunk: int
+) -> tuple[KernelCall, ...]:
     """Returns calls of local parts against the keys before them that a chunk brings.
 
-        queries    | row of part 0 | row of part 1 |    consecutive local tokens
-        keys       | its prefix    | its prefix    |    consecutive remote-KV rows
+        queries    | row of part 0 | row of part 1 | rows of parts 2 and 3        |    consecutive local tokens
+        keys       | its prefix    | its prefix    | the prefix that these share  |    consecutive remote-KV rows
 
     A call ends where queries or keys are not consecutive, or heads change. With a window each part has its own call.
     """
     # 1. Parts with keys in this chunk; parts of all heads come first, as in the remote KV.
     groups, first_key = local.head_groups, mask.first_key(local.start)
     chosen = np.flatnonzero(first_key < local.start)
-    local, first_key = local.select(chosen), first_key[chosen]
-    read = remote_kv.index_of(local.document, local.head, first_key)
-    first, stop = (
-        np.maximum(remote_kv.starts[read, chunk], first_key),
-        np.minimum(remote_kv.stops[read, chunk], local.start),
-    )
+    part, document, first, stop = held_keys(layout, local.document[chosen], first_key[chosen], local.start[chosen])
+    local = local.select(chosen[part])
+    read = remote_kv.index_of(document, local.head, first)
+    first, stop = np.maximum(remote_kv.starts[read, chunk], first), np.minimum(remote_kv.stops[read, chunk], stop)
     some = np.flatnonzero(first < stop)
     some = some[np.argsort(local.head[some] != ALL_HEADS, kind="stable")]
     local, read, first, stop = local.select(some), read[some], first[some], stop[some]
 
-    # 2. Neighbours whose queries and keys follow each other share a call.
+    # 2. Parts that read the same keys are one, if their queries follow each other.
     queries, window_tokens = mask.before(local.tokens, local.start - stop)
     per_token, keys = rows_per_token(local.head, groups), stop - first
     first_row = remote_kv.offset[read, chunk] + (first - remote_kv.starts[read, chunk]) * per_token
+    if layout.shared is not None:
+        order = np.lexsort((local.token_row, stop, first_row, local.head != ALL_HEADS))
+        local, queries, window_tokens = local.select(order), queries[order], window_tokens[order]
+        per_token, keys, first_row = per_token[order], keys[order], first_row[order]
+        opens = run_starts(local.head, first_row, keys, chained(local.token_row, queries)) | (window_tokens > 0)
+        local, first_row, keys = local.select(opens), first_row[opens], keys[opens]
+        queries = np.add.reduceat(queries, np.flatnonzero(opens)) if len(opens) else queries
+        per_token, window_tokens = per_token[opens], window_tokens[opens]
+
+    # 3. Neighbours whose queries and keys follow each other share a call.
     opens = run_starts(local.head, chained(local.token_row, queries), chained(first_row, keys * per_token))
     opens |= window_tokens > 0
     calls = []

@@ -135,6 +135,7 @@ class PlanTotals:
     Attributes:
         micro_batches: number of micro-batches.
         tokens, pairs: sums over all ranks; a pair of a query and a key counts once for all heads.
+        shared_tokens: tokens that layers did not compute, because another document begins with them, too.
         imbalance_before, imbalance: sums of these numbers of every micro-batch.
         mixed_micro_batches: number of those that had layers with full attention and layers with a window.
         imbalance_full, imbalance_window: sums of the imbalance of either over these micro-batches.
@@ -145,6 +146,7 @@ class PlanTotals:
     micro_batches: int = 0
     tokens: int = 0
     pairs: float = 0.0
+    shared_tokens: int = 0
     imbalance_before: float = 0.0
     imbalance: float = 0.0
     mixed_micro_batches: int = 0
@@ -168,6 +170,7 @@ class PlanTotals:
             micro_batches=self.micro_batches + 1,
             tokens=self.tokens + facts.num_tokens,
             pairs=self.pairs + sum(facts.work) / facts.rows_per_token,
+            shared_tokens=self.shared_tokens + facts.shared_tokens,
             imbalance_before=self.imbalance_before + facts.imbalance_before,
             imbalance=self.imbalance + facts.imbalance,
             mixed_micro_batches=self.mixed_micro_batches + (mixed is not None),

@@ -122,10 +122,12 @@ class Tasks:
         # 3. Each task begins where the one before it ends.
         order = np.lexsort((self.start, self.head, self.document))
         document, start, stop = self.document[order], self.start[order], self.stop[order]
-        gap = first_gap(start, stop, run_starts(document, self.head[order]))
+        own = layout.first_own[document]
+        gap = first_gap(start - own, stop - own, run_starts(document, self.head[order]))
         if gap is not None:
             at, expected = gap
-            raise PlanError(f"document {document[at]}: task [{start[at]}, {stop[at]}) where {expected} is next")
+            wanted = expected + own[at]
+            raise PlanError(f"document {document[at]}: task [{start[at]}, {stop[at]}) where {wanted} is next")
 
         # 4. The last task of each group ends with the document.
         covered = np.zeros((layout.num_documents, self.head_groups), dtype=np.int64)
@@ -225,7 +227,8 @@ def rows_per_token(heads: IntArray, head_groups: int) -> IntArray:
 class Pieces(Ranges):
     """Ranges sorted by (document, head, start).
 
-    They cover every document once, and once per group if its heads are divided.
+    They cover every document once, except prefixes that other documents hold; and once per group if its heads are
+    divided.
 
     Attributes:
         owner: rank that holds the tokens.

@@ -138,6 +138,7 @@ class Plan:
             tasks.rank,
             tasks.head,
             np.array([tasks.head_groups]),
+            *(() if layout.shared is None else layout.shared.arrays),
         ):
             digest.update(len(array).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
@@ -154,6 +155,7 @@ class PlanFacts:
 
     Attributes:
         num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
+        shared_tokens: tokens that layers do not compute, because another document begins with them, too.
         cut_documents: documents that lie in several segments.
         work: attended pairs x head groups of each rank, as planned.
         work_before: the same for documents packed in order, for the ranks that hold tokens.
@@ -181,6 +183,7 @@ class PlanFacts:
     remote_query_rows: tuple[int, ...] = ()
     rows_per_token: int = 1
     num_tokens: int = 0
+    shared_tokens: int = 0
     cut_documents: int = 0
     speeds: tuple[float, ...] = ()
     kinds: tuple[tuple[Self, int], ...] = ()
@@ -214,6 +217,7 @@ class PlanFacts:
             remote_query_rows=tuple(remote_query_rows.tolist()),
             rows_per_token=plan.tasks.head_groups,
             num_tokens=int(layout.document_tokens.sum()),
+            shared_tokens=layout.shared_tokens,
             cut_documents=layout.cut_documents,
             speeds=plan.speeds,
             window_tokens=plan.tasks.mask.window_tokens,

@@ -47,7 +47,14 @@ from distca_hf.planning.kernel_calls import (
 )
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, RowNumbers, rows_per_token
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.transfers import ExchangeChunks, KeyRanges, KeyTransfers, RemoteKV, key_transfers
+from distca_hf.planning.transfers import (
+    ExchangeChunks,
+    KeyRanges,
+    KeyTransfers,
+    RemoteKV,
+    held_keys,
+    key_transfers,
+)
 
 
 # Most work that a rank defers until it sends results back, as a share of the ranks' mean work. More would delay the
@@ -200,8 +207,8 @@ def route(
     # 2. The remote KV: keys to which prefix calls and remote queries attend. It holds each key once.
     document, head = (np.concatenate([getattr(x, name) for x in (local, remote)]) for name in ("document", "head"))
     first_key = mask.first_key(np.concatenate([local.start, remote.start]))
-    stop = np.concatenate([local.start, remote.stop])
-    reads = KeyRanges.join(np.full(len(stop), rank), document, head, first_key, stop, groups)
+    part, document, start, stop = held_keys(layout, document, first_key, np.concatenate([local.start, remote.stop]))
+    reads = KeyRanges.join(np.full(len(part), rank), document, head[part], start, stop, groups)
     remote_kv = RemoteKV.lay_out(reads, chunks)
 
     # 3. Rows that are sent, received, and copied from this rank's own keys.
@@ -232,7 +239,7 @@ def route(
         local_in_shared=copied.places_in(shared),
         remote_kv_rows=remote_kv.num_rows,
         local=local_calls(local, mask),
-        prefix_of_chunk=tuple(prefix_calls(local, mask, remote_kv, chunk) for chunk in range(chunks.count)),
+        prefix_of_chunk=tuple(prefix_calls(layout, local, mask, remote_kv, chunk) for chunk in range(chunks.count)),
         remote_queries_of_chunk=tuple(
             remote_query_calls(remote, mask, remote_kv, chunk) for chunk in range(chunks.count)
         ),

@@ -5,15 +5,127 @@
 
 Both layouts hold the same documents. After the layers the same rows go the other way. In a padded batch, home rows
 have padding between them. Then places that count the padding say what is sent, and where results go.
+
+If documents share a prefix, only the rows of the document that holds it move in. Its results go home to all of them:
+once to each rank, which copies them. Their gradients are summed on the way back.
+
+    placed rows    | prompt | d0 | d1 |            rank 0       | d2 | d3 |      rank 1
+    home rows      | prompt | d0 | prompt | d1 |   rank 0       | prompt | d2 | prompt | d3 |      rank 1
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, ranges, sum_by
+from distca_hf.arrays import IntArray, exclusive_cumsum, offsets, ranges, sum_by
 from distca_hf.layout import Layout
+from distca_hf.planning.pieces import ALL_HEADS, Ranges
+from distca_hf.planning.transfers import KeyRanges
+
+
+@dataclass(frozen=True, eq=False)
+class RowCopies:
+    """Copies of rows, some of them of the same row. All arrays are int64.
+
+    Attributes:
+        rows: `[copies]` row of each copy.
+        first: `[distinct rows]` first copy of each row.
+        more: `[other copies]` the second copies of rows, then the third ones, and so on.
+        repeated: rows with several copies, ascending.
+        more_in_repeated: `[other copies]` place of its row in `repeated`.
+        parts: second copies in `more`, third ones, and so on.
+    """
+
+    rows: IntArray
+    first: IntArray
+    more: IntArray
+    repeated: IntArray
+    more_in_repeated: IntArray
+    parts: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, rows: IntArray) -> Self:
+        """Numbers the copies of each row."""
+        _, first, row, counts = np.unique(rows, return_index=True, return_inverse=True, return_counts=True)
+        by_row = np.argsort(row, kind="stable")
+        number = np.empty_like(rows)
+        number[by_row] = ranges(0, counts)
+        more = np.flatnonzero(number)
+        more = more[np.argsort(number[more], kind="stable")]
+        repeated = np.unique(rows[more])
+        borders = offsets(np.bincount(number[more], minlength=2)[1:])
+        parts = tuple(slice(*bounds) for bounds in pairwise(borders.tolist()))
+        return cls(rows, first, more, repeated, np.searchsorted(repeated, rows[more]), parts if len(more) else ())
+
+    @property
+    def indices(self) -> tuple[IntArray, ...]:
+        """All arrays."""
+        return self.rows, self.first, self.more, self.repeated, self.more_in_repeated
+
+
+@dataclass(frozen=True, eq=False)
+class SharedHome:
+    """The way home of the results of one rank, if documents share prefixes.
+
+    Attributes:
+        sent: placed rows that it sends, by destination; a row may go to several ranks.
+        sent_counts, received_counts: `[ranks]` number of rows to and from each rank.
+        copied: received rows, in the order of the home rows that get them.
+        places: `[home rows]` their places in the batch.
+    """
+
+    sent: RowCopies
+    sent_counts: list[int]
+    received_counts: list[int]
+    copied: RowCopies
+    places: IntArray
+
+    @classmethod
+    def of(cls, home: Layout, placed: Layout, rank: int, places: IntArray | None) -> tuple[Self, bool]:
+        """Returns the way home of a rank, and whether any rank sends rows to another one. Arguments: see
+        `RowMoves.of`."""
+        shared, num_ranks = placed.shared, home.num_ranks
+        assert shared is not None
+        # 1. Ranges of rows that home ranks need, each once, cut where placed segments end; by source and destination.
+        whole, documents = home.document_tokens, np.arange(home.num_documents)
+        of_document, holder, start, stop = shared.held(documents, np.zeros_like(whole), whole)
+        heads = np.full(len(holder), ALL_HEADS)
+        needs = KeyRanges.join(home.segment_rank[of_document], holder, heads, start, stop, 1)
+        order = np.lexsort((placed.segment_start, placed.segment_document))
+        segments = placed.segment_document[order], placed.segment_start[order], placed.segment_stop[order]
+        need, held = needs.overlaps(_ranges(*segments))
+        destination, source = needs.reader[need], placed.segment_rank[order][held]
+        begin, end = np.maximum(needs.start[need], segments[1][held]), np.minimum(needs.stop[need], segments[2][held])
+        row = placed.segment_row[order][held] + begin - segments[1][held]
+        by_rank = np.lexsort((begin, segments[0][held], destination, source))
+        destination, source, begin, end, row = (x[by_rank] for x in (destination, source, begin, end, row))
+        document, tokens = segments[0][held][by_rank], end - begin
+
+        # 2. Home rows of this rank, and the rows in order of arrival that they are copies of.
+        leaves, comes = np.flatnonzero(source == rank), np.flatnonzero(destination == rank)
+        arrives = exclusive_cumsum(tokens[comes])
+        by_document = np.lexsort((begin[comes], document[comes]))
+        came = comes[by_document]
+        mine = np.flatnonzero(home.segment_rank[of_document] == rank)
+        spans = _ranges(holder[mine], start[mine], stop[mine])
+        span, part = spans.overlaps(_ranges(document[came], begin[came], end[came]))
+        first, last = np.maximum(spans.start[span], begin[came][part]), np.minimum(spans.stop[span], end[came][part])
+        copied = ranges(arrives[by_document][part] + first - begin[came][part], last - first)
+        home_rows = ranges(home.segment_row[of_document[mine][span]] + first, last - first)
+        of_rank = cls(
+            sent=RowCopies.of(ranges(row[leaves], tokens[leaves])),
+            sent_counts=sum_by(destination[leaves], tokens[leaves], num_ranks).tolist(),
+            received_counts=sum_by(source[comes], tokens[comes], num_ranks).tolist(),
+            copied=RowCopies.of(copied),
+            places=home_rows if places is None else places[home_rows],
+        )
+        return of_rank, bool(np.any(source != destination))
+
+
+def _ranges(document: IntArray, start: IntArray, stop: IntArray) -> Ranges:
+    return Ranges(document, np.full(len(document), ALL_HEADS), start, stop, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +141,7 @@ class RowMoves:
         num_placed: rows that its layers compute, padding included.
         crosses: whether any rank receives a row from another one.
         is_padded: whether its batch has padding.
+        shared_home: the way of results home; None if they go back where their rows came from.
     """
 
     sent: IntArray
@@ -39,6 +152,12 @@ class RowMoves:
     num_placed: int
     crosses: bool
     is_padded: bool
+    shared_home: SharedHome | None = None
+
+    @property
+    def change_rows(self) -> bool:
+        """Whether layers compute other rows than the batch has, in any order."""
+        return self.is_padded or self.crosses or self.shared_home is not None
 
     @classmethod
     def of(cls, home: Layout, placed: Layout, rank: int, places: IntArray | None = None, num_places: int = 1) -> Self:
@@ -46,7 +165,7 @@ class RowMoves:
 
         Args:
             home: whole documents, in the order of the batches.
-            placed: the same documents where layers compute them.
+            placed: the same documents where layers compute them, perhaps with shared prefixes.
             places: `[home rows]` their places in a padded batch; None if they fill the batch.
             num_places: places of a padded batch.
         """
@@ -61,6 +180,9 @@ class RowMoves:
         counted, sent = ranges(np.zeros_like(held), held), ranges(home_row[leaves], tokens[leaves])
         positions = np.zeros(max(num_places, len(counted)), dtype=np.int64)
         positions[slice(len(counted)) if places is None else places] = counted
+        shared_home, results_cross = None, False
+        if placed.shared is not None:
+            shared_home, results_cross = SharedHome.of(home, placed, rank, places)
         return cls(
             sent=sent if places is None else places[sent],
             sent_counts=sum_by(target[leaves], tokens[leaves], home.num_ranks).tolist(),
@@ -68,6 +190,7 @@ class RowMoves:
             received_counts=sum_by(source[comes], tokens[comes], home.num_ranks).tolist(),
             positions=positions,
             num_placed=int(placed.rank_rows[rank]),
-            crosses=bool(np.any(source != target)),
+            crosses=results_cross or bool(np.any(source != target)),
             is_padded=places is not None,
+            shared_home=shared_home,
         )

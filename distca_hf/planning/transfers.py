@@ -23,6 +23,8 @@ they are prefixes of lines:
 
     chunk 0                                   | chunk 1
     | d1[0:5] all heads | d4[0:3] group 2 |   | d1[5:9] all heads | d2[0:6] all heads | d4[3:7] group 2 |
+
+A prefix that documents share is read from the document that holds it, once for all of them on a rank.
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts, run_stops, sum_by
 from distca_hf.cost import TokenBytes
+from distca_hf.layout import Layout
 from distca_hf.planning.pieces import (
     ALL_HEADS,
     POSITION_BITS,
@@ -70,18 +73,25 @@ class ExchangeChunks:
             none = np.zeros(0, dtype=np.int64)
             return cls(count, 0, none, none.reshape(0, 2))
         # 1. One key for each prefix that a rank reads.
-        tasks, reads = plan.tasks, plan.reads_others
+        tasks, reads = plan.tasks, np.flatnonzero(plan.reads_others)
         groups, num_lines = tasks.head_groups, plan.layout.num_documents * (tasks.head_groups + 1)
-        lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
-        keys, prefix = np.unique(tasks.rank[reads] * num_lines + lines, return_inverse=True)
+        first_key, start = tasks.first_key[reads], tasks.start[reads]
+        part, document, first, last = held_keys(plan.layout, tasks.document[reads], first_key, start)
+        reads = reads[part]
+        keys, prefix = np.unique(
+            tasks.rank[reads] * num_lines + line_keys(document, tasks.head[reads], groups), return_inverse=True
+        )
 
         # 2. Tokens and work of each prefix that local queries read; prefixes of remote queries are not cut.
-        is_remote, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
+        is_remote = plan.has_remote_queries[reads]
         shortest, longest, work = np.zeros((3, len(keys)), dtype=np.int64)
-        np.maximum.at(longest, prefix[~is_remote], start[~is_remote])
+        np.maximum.at(longest, prefix[~is_remote], last[~is_remote])
         shortest[:] = longest
-        np.minimum.at(shortest, prefix[~is_remote], tasks.first_key[reads][~is_remote])
+        np.minimum.at(shortest, prefix[~is_remote], first[~is_remote])
+        start, stop = tasks.start[reads], tasks.stop[reads]
         pairs_of_prefix = tasks.mask.pairs_of(start, stop) - tasks.mask.pairs_inside(start, stop)
+        if plan.layout.shared is not None:  # each document that holds a part of the prefix has a part of the work
+            pairs_of_prefix = pairs_of_prefix * (last - first) // np.maximum(start - tasks.first_key[reads], 1)
         rectangles = pairs_of_prefix * rows_per_token(tasks.head[reads], groups)
         np.add.at(work, prefix[~is_remote], rectangles[~is_remote])
         of_remote_queries = np.zeros(len(keys), dtype=bool)
@@ -111,6 +121,15 @@ class ExchangeChunks:
     def of_remote_queries(self, readers: IntArray, lines: IntArray) -> IntArray:
         """Returns the chunk that brings each prefix that remote queries read."""
         return (self.borders_of(readers, lines)[:, 1:] == 0).sum(axis=1)
+
+
+def held_keys(
+    layout: Layout, document: IntArray, start: IntArray, stop: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Finds the documents that hold the keys of some ranges; see `SharedPrefixes.held`."""
+    if layout.shared is None:
+        return np.arange(len(document)), document, start, stop
+    return layout.shared.held(document, start, stop)
 
 
 def _borders(begin: IntArray, end: IntArray, first: IntArray, stop: IntArray, count: int) -> IntArray:
@@ -214,9 +233,11 @@ class KeyRanges(Ranges):
     @classmethod
     def of(cls, plan: Plan) -> "KeyRanges":
         """Returns the keys of all tasks that may need keys of other ranks."""
-        tasks, reads = plan.tasks, plan.reads_others
-        document, head, start, stop = (x[reads] for x in (tasks.document, tasks.head, tasks.first_key, tasks.stop))
-        return cls.join(tasks.rank[reads], document, head, start, stop, tasks.head_groups)
+        tasks, reads = plan.tasks, np.flatnonzero(plan.reads_others)
+        part, *keys = held_keys(plan.layout, *(x[reads] for x in (tasks.document, tasks.first_key, tasks.stop)))
+        document, start, stop = keys
+        reads = reads[part]
+        return cls.join(tasks.rank[reads], document, tasks.head[reads], start, stop, tasks.head_groups)
 
 
 def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransfers:

@@ -4,6 +4,9 @@ One all-to-all each way carries all tensors of the tokens side by side, as bytes
 gradients of results move in, gradients of inputs move home. Each rank takes part in both, whether or not it needs
 them.
 
+If documents share a prefix, its results are copied to all of them, and gradients of the copies are summed: in
+max(fp32, their dtype), in the order of home rows, then of ranks.
+
 Tensor ranks hold the same rows. Each sends its share of every row's bytes, and they join what they receive.
 """
 
@@ -16,10 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from distca_hf.arrays import ceil_div
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Transport
-from distca_hf.planning.row_moves import RowMoves
+from distca_hf.kernels.rows import RowSums, prepare_add
+from distca_hf.planning.row_moves import RowCopies, RowMoves
 
 
 # Bytes of the widest number. Shares of tensor ranks are whole multiples, so no number is divided.
@@ -41,14 +45,68 @@ class PinnedRowMoves:
     @classmethod
     def prepare(cls, moves: RowMoves, pin: bool) -> Self:
         """Joins the indices for a single copy; safe in a background thread."""
-        joined = torch.from_numpy(np.concatenate([moves.sent, moves.received, moves.positions]))
+        joined = torch.from_numpy(np.concatenate(_indices(moves)))
         return cls(moves, joined.pin_memory() if pin else joined)
 
     def to(self, device: torch.device) -> "DeviceRowMoves":
         """Returns the moves with their indices on the device; the host does not wait."""
-        moves = self.moves
-        lengths = [len(part) for part in (moves.sent, moves.received, moves.positions)]
-        return DeviceRowMoves(moves, *self.indices.to(device, non_blocking=True).split_with_sizes(lengths))
+        moves, lengths = self.moves, [len(part) for part in _indices(self.moves)]
+        sent, received, positions, *of_home = self.indices.to(device, non_blocking=True).split_with_sizes(lengths)
+        if (home := moves.shared_home) is None:
+            return DeviceRowMoves(moves, sent, received, positions)
+        places, *copies = of_home
+        half = len(copies) // 2
+        of_sent, of_copied = DeviceCopies.of(copies[:half], home.sent), DeviceCopies.of(copies[half:], home.copied)
+        counts = home.sent_counts, home.received_counts
+        return DeviceRowMoves(moves, sent, received, positions, DeviceHome(of_sent, counts, of_copied, places))
+
+
+def _indices(moves: RowMoves) -> list[IntArray]:
+    home = moves.shared_home
+    of_home = [] if home is None else [home.places, *home.sent.indices, *home.copied.indices]
+    return [moves.sent, moves.received, moves.positions, *of_home]
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceCopies:
+    """Copies of rows with their indices on the device; see `RowCopies`."""
+
+    rows: torch.Tensor
+    first: torch.Tensor
+    more: torch.Tensor
+    sums: RowSums
+
+    @classmethod
+    def of(cls, indices: Sequence[torch.Tensor], copies: RowCopies) -> Self:
+        """Names the indices."""
+        rows, first, more, repeated, more_in_repeated = indices
+        return cls(rows, first, more, RowSums(repeated, more[:0], more[:0], more_in_repeated, copies.parts))
+
+    def of_values(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the copies of the rows of a tensor."""
+        return values.index_select(0, self.rows)
+
+    def summed(self, gradients: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Returns the sum of the gradients of each row's copies; zeros for rows without one."""
+        total = gradients.new_zeros((num_rows, *gradients.shape[1:]))
+        total.index_copy_(0, self.rows.index_select(0, self.first), gradients.index_select(0, self.first))
+        more = gradients.index_select(0, self.more)
+        prepare_add(total, more, more, self.sums)(total, more, more)
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceHome:
+    """The way home of results of shared prefixes, with its indices on the device; see `SharedHome`.
+
+    Attributes:
+        counts: `[ranks]` number of rows to and from each rank.
+    """
+
+    sent: DeviceCopies
+    counts: tuple[list[int], list[int]]
+    copied: DeviceCopies
+    places: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +115,14 @@ class DeviceRowMoves:
 
     Attributes:
         on_host: the same moves on the host. For all others see `RowMoves`.
+        home: the way of results home, if documents share prefixes.
     """
 
     on_host: RowMoves
     sent: torch.Tensor
     received: torch.Tensor
     positions: torch.Tensor
+    home: DeviceHome | None = None
 
 
 class PassRows:
@@ -119,25 +179,49 @@ class PassRows:
         counts = on_host.sent_counts, on_host.received_counts
         if not goes_in:
             taken, put, counts = put, taken, counts[::-1]
-        rows = [value.index_select(0, taken) for value in values]
-        if on_host.crosses:
-            is_whole = len(rows) == 1 and self._transport.grid.shape[2] == 1
-            joined = (
-                rows[0]
-                if is_whole
-                else torch.cat(
-                    [x.reshape(len(x), x.shape[1:].numel()).contiguous().view(torch.uint8) for x in rows], dim=1
-                )
-            )
-            where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
-            received = self._exchange(joined, counts, where)
-            rows = [received] if is_whole else _as_values(received, values)
+        rows = self._sent([value.index_select(0, taken) for value in values], counts, goes_in, phase)
         num_rows = self.num_placed if goes_in else torch.Size(self.shape).numel()
         make = torch.Tensor.new_empty if len(put) == num_rows else torch.Tensor.new_zeros  # some may be padding
         results = [make(part, tuple(shape)) for part, shape in zip(rows, shapes, strict=True)]
         for result, part in zip(results, rows, strict=True):
             result.view(num_rows, *part.shape[1:]).index_copy_(0, put, part)
         return results
+
+    def return_results(self, values: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Moves `[placed rows, ...]` of all values home; results have these shapes."""
+        if (home := self._moves.home) is None:
+            return self.exchange(values, False, "forward", shapes)
+        results = []
+        received = self._sent([home.sent.of_values(value) for value in values], home.counts, False, "forward")
+        for part, shape in zip(received, shapes, strict=True):
+            results.append(part.new_zeros(tuple(shape)))
+            flat = results[-1].view(-1, *part.shape[1:])
+            flat.index_copy_(0, home.places, home.copied.of_values(part))
+        return results
+
+    def return_gradients(self, values: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Moves gradients of results, `[places, ...]`, in; results have these shapes."""
+        if (home := self._moves.home) is None:
+            return self.exchange(values, True, "backward", shapes)
+        of_places = [value.index_select(0, home.places) for value in values]
+        sums = [home.copied.summed(value, sum(home.counts[1])) for value in of_places]
+        came = self._sent(sums, home.counts[::-1], True, "backward")
+        return [
+            home.sent.summed(part, self.num_placed).view(tuple(shape))
+            for part, shape in zip(came, shapes, strict=True)
+        ]
+
+    def _sent(
+        self, rows: list[torch.Tensor], counts: tuple[list[int], list[int]], goes_in: bool, phase: str
+    ) -> list[torch.Tensor]:
+        """Sends rows of all values in one exchange, and returns what comes; the same rows if no rank sends any."""
+        if not self._moves.on_host.crosses:
+            return rows
+        where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
+        if len(rows) == 1 and self._transport.grid.shape[2] == 1:
+            return [self._exchange(rows[0], counts, where)]
+        parts = [x.reshape(len(x), x.shape[1:].numel()).contiguous().view(torch.uint8) for x in rows]
+        return _as_values(self._exchange(torch.cat(parts, dim=1), counts, where), rows)
 
     def _exchange(self, rows: torch.Tensor, counts: tuple[list[int], list[int]], where: str) -> torch.Tensor:
         """Returns the rows that other ranks send to this one. With tensor ranks, rows are bytes."""
@@ -183,7 +267,7 @@ class _Move(torch.autograd.Function):
             leads = [(batch_size, length) if value.ndim == 3 else (batch_size * length,) for value in values]
             shapes = [(*lead, value.shape[-1]) for lead, value in zip(leads, values, strict=True)]
         flat = values if goes_in else [value.flatten(0, -2) for value in values]
-        moved = rows.exchange(flat, goes_in, "forward", shapes)
+        moved = rows.exchange(flat, True, "forward", shapes) if goes_in else rows.return_results(flat, shapes)
         ctx.mark_non_differentiable(
             *[value for value, is_float in zip(moved, ctx.are_float, strict=True) if not is_float]
         )
@@ -194,9 +278,11 @@ class _Move(torch.autograd.Function):
         """Moves gradients the other way."""
         rows: PassRows = ctx.rows
         rows.before_backward()
-        floats = list(compress(gradients, ctx.are_float))
-        if not ctx.goes_in:
-            floats = [gradient.flatten(0, -2) for gradient in floats]
-        shapes = list(compress(ctx.shapes, ctx.are_float))
-        moved = iter(rows.exchange(floats, not ctx.goes_in, "backward", shapes) if floats else ())
+        floats, shapes = list(compress(gradients, ctx.are_float)), list(compress(ctx.shapes, ctx.are_float))
+        if not floats:
+            return None, None, None, *[None for _ in ctx.are_float]
+        if ctx.goes_in:
+            moved = iter(rows.exchange(floats, False, "backward", shapes))
+        else:
+            moved = iter(rows.return_gradients([gradient.flatten(0, -2) for gradient in floats], shapes))
         return None, None, None, *[next(moved) if is_float else None for is_float in ctx.are_float]

@@ -208,8 +208,8 @@ def test_flat_job_has_two_groups_and_the_words_of_one_scope(tmp_path: Path) -> N
     """What a job without other parallelism opens, says and sends; scopes cost it nothing."""
     for groups, gathers, exchanges in run_ranks(2, _train_flat, tmp_path, tmp_path):
         assert groups == 2  # rows, and words of all scopes
-        # Of take, or of plan, lengths and move; of attend, differentiate.
-        placed, pack = [16, 16, 16], [16, 1, 16, 16, 16]
+        # Of take, or of plan, documents (number, length and hash of one) and move; of attend, differentiate.
+        placed, pack = [16, 16, 16], [16, 3, 16, 16, 16]
         assert gathers == [(2, integers) for integers in [*placed, *pack]]
         places = [place.removeprefix("micro-batch 0, ").removeprefix("layer 0, ") for place in exchanges]
         of_layer = ["forward, keys", "backward, key gradients"]

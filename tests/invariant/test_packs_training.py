@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset
 from test_training import RUNS as PLACED_RUNS
 
+from distca_hf.integrations.models.forward_watch import watch_of
 from support.checkpointing import LAYER_CALLS, settings_of
 from support.data import random_dataset
 from support.ranks import run_ranks
@@ -47,11 +48,19 @@ class Run:
     lora: bool = False
     kv_residency: str = "auto"
     steps: int = STEPS
+    prompt_tokens: int = 0  # with which all documents begin, and which are not learnt
 
 
-def dataset(packs: str) -> Dataset:
+def dataset(run: Run) -> Dataset:
     """Documents of an epoch that ends within a few steps. TRL makes one of several, so that it needs more."""
-    return random_dataset(40 if packs == "packed dataset" else 20, lengths=LENGTHS)
+    documents = random_dataset(40 if run.packs == "packed dataset" else 20, lengths=LENGTHS)
+    if not run.prompt_tokens:
+        return documents
+    prompt, unlearnt = [5, 6, 7, 8] * (run.prompt_tokens // 4), [-100] * run.prompt_tokens
+    answers = documents["input_ids"]
+    return Dataset.from_dict(
+        {"input_ids": [prompt + ids for ids in answers], "labels": [unlearnt + ids for ids in answers]}
+    )
 
 
 def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
@@ -64,12 +73,15 @@ def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
         kv_residency=run.kv_residency,
         **settings_of(run.checkpointing),
         metrics="all",
+        shared_prefix_tokens=run.prompt_tokens // 2,
     )
     callbacks = [distca_hf.DistCACallback(plugin)] if run.seam == "callback" else []
     trainer = _trainer(run, model, folder, callbacks, computing)
     if run.seam == "attach":
         plugin.attach(trainer)
-    return curve_of(trainer)
+    curve, watch = curve_of(trainer), watch_of(trainer.model)
+    assert watch is None or (watch.planner.totals.shared_tokens > 0) == (run.prompt_tokens > 0)
+    return curve
 
 
 def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing: dict[str, Any]) -> Any:
@@ -86,11 +98,9 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing
     if run.packs == "collator":
         args = TrainingArguments(**arguments)
         collator = DataCollatorWithFlattening()
-        return Trainer(
-            model=model, args=args, train_dataset=dataset(run.packs), data_collator=collator, callbacks=callbacks
-        )
+        return Trainer(model=model, args=args, train_dataset=dataset(run), data_collator=collator, callbacks=callbacks)
     packing = {"packing": True, "max_length": 100} if run.packs == "packed dataset" else {"max_length": None}
-    return sft_trainer(model, dataset(run.packs), callbacks, padding_free=True, **packing, **arguments)
+    return sft_trainer(model, dataset(run), callbacks, padding_free=True, **packing, **arguments)
 
 
 RUNS = [
@@ -105,17 +115,22 @@ RUNS = [
     Run("collator", "attach", 2, "zero3", 1, lora=True),
     Run("collator", "attach", 2, "fsdp1", 1, "non-reentrant"),
     Run("collator", "attach", 2, "fsdp2", 1, "offloaded, tiles", kv_residency="refetch"),
+    Run("collator", "attach", 2, "fsdp2", 3, "fsdp", prompt_tokens=80),
+    Run("collator", "callback", 2, "ddp", 1, "selective", prompt_tokens=80),
 ]
 
 
 def name(run: Run) -> str:
-    parts = run.packs, run.seam, run.wrap, run.world_size, run.accumulation, run.checkpointing, "lora" * run.lora
+    kind = "lora" * run.lora or "prompts" * bool(run.prompt_tokens)
+    parts = run.packs, run.seam, run.wrap, run.world_size, run.accumulation, run.checkpointing, kind
     return "-".join(str(part) for part in parts if part)
 
 
 def reference_of(run: Run, references: References) -> Curve:
     """The same training in one process with sdpa."""
-    alone = Run(run.packs, "none", 1, "none", run.accumulation, lora=run.lora, steps=run.steps)
+    alone = Run(
+        run.packs, "none", 1, "none", run.accumulation, lora=run.lora, steps=run.steps, prompt_tokens=run.prompt_tokens
+    )
     return references.once(alone, lambda: train(alone, references.initial_models["llama"], "sdpa"))
 
 

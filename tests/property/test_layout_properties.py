@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distca_hf.batches.batch_documents import check_cu_seqlens
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, check_cu_seqlens
+from distca_hf.layout import Layout
 from support.layouts import random_layout
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from distca_hf.arrays import as_int_array
+from distca_hf.batches.batch_documents import check_cu_seqlens
 from distca_hf.cost import causal_pairs, causal_pairs_of, imbalance
 from distca_hf.errors import PackingError
-from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Stripe, check_cu_seqlens, check_document_tokens
+from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Stripe, check_document_tokens
 from distca_hf.placement.place import place
 from support.layouts import padding_rows, random_layout
 
@@ -276,7 +277,7 @@ def test_all_arrays_are_int64_whatever_they_were_made_from() -> None:
         Layout.from_segments([], [[], []]),
     ):
         for field in dataclasses.fields(layout):
-            assert field.name == "stripes" or getattr(layout, field.name).dtype == np.int64
+            assert field.name in ("stripes", "shared") or getattr(layout, field.name).dtype == np.int64
         for derived in (layout.segment_row, layout.rank_tokens, padding_rows(layout), layout.rank_work):
             assert derived.dtype == np.int64
 

@@ -79,6 +79,11 @@ class CountedRows:
         of_loss = {name: batch[name][:, :real] for name in ("labels", "shift_labels") if batch.get(name) is not None}
         return {**of_loss, "logits_to_keep": torch.arange(real, device=tokens.device)}
 
+    def has_noise(self) -> bool:
+        """Returns whether embeddings of passes that train get noise."""
+        hooks = self._model.get_input_embeddings()._forward_hooks.values()
+        return any(hook is neftune_post_forward_hook or hook is self._noise for hook in hooks)
+
     def place(self, row_tokens_T: torch.Tensor) -> None:
         """Notes the length of each token's original row, 0 for padding."""
         self._lengths_T = row_tokens_T.clamp(min=1)

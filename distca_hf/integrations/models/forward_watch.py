@@ -44,6 +44,7 @@ from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.mlp_tiles import TiledMlp, tiled_mlps
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
+from distca_hf.integrations.models.sharing import Sharing
 from distca_hf.integrations.models.structure import (
     attend_with_distca,
     attention_layers,
@@ -91,6 +92,7 @@ class ForwardWatch:
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._is_running, self._passes_with_gradients = False, 0
+        self._read: ReadDocuments | None = None
         self._check = ForwardCheck(root, context)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
@@ -107,17 +109,18 @@ class ForwardWatch:
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
         of_model = not self._mixers.need_whole, self._borders.is_multimodal, self._vocabulary_tokens
-        tensor_ranks, check = context.members.grid.shape[2], self._check
+        tensor_ranks = context.members.grid.shape[2]
         self._head_groups = head_groups_of(root, tensor_ranks, context.attention_kv_heads)
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
-        self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, window)
-        self._recomputed = RecomputedLayers(check.call_masks)
+        of_batches = tensor_ranks > 1, window, context.shared_prefix_tokens
+        self.reader = DocumentReader(self._mixers.lengths, *of_model, *of_batches)
+        self._sharing = Sharing(root, context, self._mixers, self._borders.is_multimodal)
+        self._recomputed = RecomputedLayers(self._check.call_masks)
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
-        self._facts: dict[str, object] = {}
-        self._handles: list[RemovableHandle] = []
+        self._facts, self._handles = dict[str, object](), list[RemovableHandle]()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ForwardWatch":
         """Returns itself: a copied model keeps the watch of the original, which notices the copy."""
@@ -259,15 +262,11 @@ class ForwardWatch:
         trace = self.reported_steps.begin(
             plan, trains, lambda: predictable(self.root, self.flops, self._recomputed.parts(module), grid)
         )
-        plan.begin_forward_pass(
-            calls, self._facts, layers, self._check.calls_before, trace, self._check.shared_state(grid)
-        )
+        of_check = self._check.calls_before, trace, self._check.shared_state(grid)
+        plan.begin_forward_pass(calls, self._facts, layers, *of_check)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
-        """Returns `use_cache=False`, unless the caller chose a value.
-
-        A cache would keep the keys of all layers alive, but batches with a plan are not used for generation.
-        """
+        """Returns `use_cache=False`, unless the caller chose a value: a cache would keep the keys of all layers."""
         if not self._accepts_use_cache or batch.get("use_cache") is not None:
             return {}
         if getattr(transformers_model(self.root).config, "use_cache", False) and not self._logged_cache:
@@ -278,14 +277,18 @@ class ForwardWatch:
     def _attends_locally(self, batch: Batch, trains: bool, evaluates: bool) -> bool:
         """Returns whether this rank attends to a batch without a plan, independently of other ranks.
 
-        It does so on a single rank, with a cache, and if the model is not training (evaluation, generation, a teacher)
-        unless the setting `evaluate` is "distca".
+        It does so on a single rank whose documents share nothing, with a cache, and if the model is not training
+        (evaluation, generation, a teacher) unless the setting `evaluate` is "distca".
         """
-        evaluates = evaluates and self.context.evaluate == "distca"
-        members = self.context.members
+        evaluates, members = evaluates and self.context.evaluate == "distca", self.context.members
         # Tensor ranks of one data rank have nothing to exchange, but agree.
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
-        return one_rank or not (trains or evaluates) or cache_of(batch) is not None
+        local = not (trains or evaluates) or cache_of(batch) is not None
+        if one_rank and not local:
+            of_pass = self.reader, self._counted.has_noise(), self.loss.begin(batch)[0]
+            self._read = self._sharing.found_on_one_rank(batch, *of_pass)
+            return self._read is None
+        return one_rank or local
 
     def _plan_given(self, module: nn.Module, batch: Batch, trains: bool) -> LivePlan | None:
         """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide the same."""
@@ -299,7 +302,8 @@ class ForwardWatch:
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
-        plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile)
+        unshared = self._sharing.refusal(batch, module.training, self._counted.has_noise())
+        plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile, unshared)
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)
         return plan
@@ -309,9 +313,8 @@ class ForwardWatch:
         if self.planner is None:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self._layer_masks
-            of_rows = self._read_and_open, not self._mixers.need_whole, self.flops
-            halo_tokens = self._mixers.halo_tokens
-            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows, halo_tokens=halo_tokens)
+            of_rows = self._read_and_open, not self._mixers.need_whole, self.flops, self._mixers.halo_tokens
+            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows)
         return self.planner
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
@@ -327,8 +330,8 @@ class ForwardWatch:
                 "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
                 "(past_key_values=DynamicCache()): then every rank attends to its own batch"
             )
-        reading = reading_of(batch)
-        read = (reading and reading.documents) or self.reader.read(batch)
+        (read, self._read), reading = (self._read, None), reading_of(batch)
+        read = read or (reading and reading.documents) or self.reader.read(batch)
         self._borders.begin(read.padded)
         return read
 
@@ -392,8 +395,6 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     attend_with_distca(inner)
     watch.forget_passes()
     for number, layer in enumerate(attention_layers(inner).values()):
-        settings = LayerSettings(
-            plugin.kernel, plugin.deterministic, torch.tensor(number, device="cpu"), watch.is_running
-        )
-        setattr(layer, LAYER_SETTINGS, settings)
+        settings = plugin.kernel, plugin.deterministic, torch.tensor(number, device="cpu"), watch.is_running
+        setattr(layer, LAYER_SETTINGS, LayerSettings(*settings))
     return model

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from distca_hf.batches.agreement import Returning
-from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.batch_documents import Batch, shifted_labels, tokens_of
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import refused_loss
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
@@ -186,10 +186,11 @@ class PlacedLoss:
     def shift(self, batch: Batch) -> torch.Tensor:
         """Returns labels of a batch, shifted in its rows as the model's loss would shift them. Keeps them for
         `place`."""
-        labels, shifted = batch["labels"], batch.get("shift_labels")
+        labels = batch["labels"]
         if self._shifted is None or self._shifted[0] is not labels:
-            at = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
-            self._shifted = labels, at
+            shifted = shifted_labels(batch)
+            assert shifted is not None  # the batch has labels
+            self._shifted = labels, shifted
         return self._shifted[1]
 
     def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:

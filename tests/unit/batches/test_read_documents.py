@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from distca_hf.arrays import IntArray
-from distca_hf.batches.given import DOCUMENTS, FOLLOWING, GivenPlanner, StepAhead
+from distca_hf.batches.document_gather import BatchDocuments
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import (
     ENTRY,
     DocumentReader,
@@ -24,6 +24,7 @@ from distca_hf.batches.read_documents import (
     reading_of,
     take_reading,
 )
+from distca_hf.batches.step_ahead import DOCUMENTS, FOLLOWING, StepAhead
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanMismatchError
 from distca_hf.runtime.live_plan import LivePlan
@@ -162,23 +163,23 @@ def lengths_of(*lengths: int) -> Reading:
     return reading
 
 
-def tokens_of_packs(packs: Sequence[IntArray], padded: PaddedRows | None, pin: bool) -> list[int]:
+def tokens_of_packs(documents: BatchDocuments, padded: PaddedRows | None, pin: bool) -> list[int]:
     assert padded is None
     assert not pin
-    if any(len(held) == 0 for held in packs):
+    if any(len(held) == 0 for held in documents.lengths):
         raise ValueError("a rank is empty")
-    return [int(held.sum()) for held in packs]
+    return [int(held.sum()) for held in documents.lengths]
 
 
 def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_batch() -> None:
-    def run(transport: LoopbackTransport) -> tuple[list[int], str, list[int]]:
-        ahead = StepAhead(transport, tokens_of_packs)
+    def run(transport: LoopbackTransport) -> tuple[list[int], str, list[object]]:
+        ahead = StepAhead(transport, tokens_of_packs, 0)
         rank, places = transport.rank, count_gathers(transport)
         readings = [lengths_of(*range(1, 2 + rank)), lengths_of(*[5] * rank), lengths_of(7)]
         reads = [reading.documents for reading in readings if reading.documents is not None]
         ahead.begin(readings, 4, CPU)
         ahead.start()
-        assert ahead.take(reads[0]) == (0, None)
+        assert ahead.take(reads[0]) is None
         assert ahead.take_step_batches() == 4
         assert ahead.take_step_batches() == 0
         assert ahead.show() == {FOLLOWING: 3, DOCUMENTS: 2 + 2 * rank}
@@ -187,16 +188,16 @@ def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_ba
         ahead.seen({FOLLOWING: [0, 0, 0], DOCUMENTS: [0, 0, 0]}, 1)
         assert len(places) == 1
         ahead.start()
-        taken = [ahead.take(read) for read in reads]
-        assert [number for number, _ in taken] == [1, 2, 3]
-        assert ahead.take(reads[0]) == (0, None)
-        first, second, third = (planned for _, planned in taken if planned is not None)
+        taken = [plan for plan in map(ahead.take, reads) if plan is not None]
+        assert [plan.number for plan in taken] == [1, 2, 3]
+        assert ahead.take(reads[0]) is None
+        first, second, third = (plan.planned for plan in taken)
         assert third.result() == [7, 7, 7]
         ahead.begin([readings[0], None], 4, CPU)
         assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0}
-        return first.result(), str(second.exception()), [ahead.take(read)[0] for read in reads]
+        return first.result(), str(second.exception()), list(map(ahead.take, reads))
 
-    assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", [0, 0, 0])]
+    assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", [None, None, None])]
 
 
 @pytest.mark.parametrize("known_on_rank_1", [0, 1])
@@ -225,7 +226,7 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named() -> None:
 
 def test_plans_of_batches_that_nobody_holds_are_forgotten() -> None:
     def run(transport: LoopbackTransport) -> tuple[int, int]:
-        ahead, reading = StepAhead(transport, tokens_of_packs), lengths_of(3)
+        ahead, reading = StepAhead(transport, tokens_of_packs, 0), lengths_of(3)
         ahead.begin([reading], 1, CPU)
         ahead.seen({name: [number] for name, number in ahead.show().items()}, 0)
         ahead.start()

@@ -33,7 +33,7 @@ def one_giant_and_others(seed: int, num_ranks: int) -> list[int]:
 def dealt_evenly(lengths: list[int], shares: int, may_miss: float) -> list[tuple[int, int, float]]:
     """Returns tokens, work and pairs left out of each share."""
     kinds = LayersByMask.of(LAYERS, max(lengths))
-    pool = PiecePool.of_documents(np.sort(lengths), kinds.cost)
+    pool = PiecePool.of_documents(np.sort(lengths), kinds.cost, np.zeros_like(lengths))
     work, tokens = pool.work_left, sum(lengths)
     goals = [
         Goal(tokens * (share + 1) // shares - tokens * share // shares, work / shares, work / shares)

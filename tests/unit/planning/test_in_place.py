@@ -16,6 +16,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.pieces import Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
+from distca_hf.prefixes import SharedPrefixes
 from support.layouts import random_layout
 
 
@@ -180,7 +181,7 @@ def test_plan_checks_its_layout_too() -> None:
 # --- fingerprint
 
 
-LAYOUT_ARRAYS = [field.name for field in dataclasses.fields(Layout) if field.name != "stripes"]
+LAYOUT_ARRAYS = [field.name for field in dataclasses.fields(Layout) if field.name not in ("stripes", "shared")]
 TASK_ARRAYS = [field.name for field in dataclasses.fields(Tasks) if field.name not in ("head_groups", "mask")]
 
 
@@ -211,6 +212,15 @@ def test_fingerprint_changes_with_every_number(name: str) -> None:
 
     assert len(fingerprints) == len(others)
     assert plan.fingerprint not in fingerprints
+
+
+def test_fingerprint_changes_with_shared_prefixes() -> None:
+    plan = plan_in_place(Layout.from_packs([[8, 9], [9]]))
+    spans = [[(0, 0, 8)], [(0, 0, 5), (1, 5, 9)], [(0, 0, 5), (2, 5, 9)]]
+    others = [spans, [*spans[:2], [(1, 0, 5), (2, 5, 9)]], [*spans[:2], [(0, 0, 4), (2, 4, 9)]]]
+    layouts = [dataclasses.replace(plan.layout, shared=SharedPrefixes.of_spans(other, [0, 1, 2])) for other in others]
+
+    assert len({plan.fingerprint, *(Plan(layout, plan.tasks).fingerprint for layout in layouts)}) == 4
 
 
 def test_fingerprint_tells_apart_numbers_that_move_from_one_array_to_the_next() -> None:

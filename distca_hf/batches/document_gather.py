@@ -1,0 +1,150 @@
+"""Document gather: tells all ranks the lengths of the documents that each of them holds, and which begin alike.
+
+    every gather            | documents of each batch | lengths | hashes of their beginnings |    filled up with zeros
+    if any begin alike      | all hashes of these documents |
+
+Hashes are those of `prefixes`. A document that must not share its prefix has none, and 0 stands for tokens that must
+not be shared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from distca_hf.arrays import IntArray, as_int_array, offsets, ranges
+from distca_hf.batches.read_documents import ReadDocuments
+from distca_hf.comm.transport import Transport
+from distca_hf.prefixes import BLOCK_TOKENS, num_hashes
+
+
+class BatchDocuments(NamedTuple):
+    """The documents of a batch on all ranks.
+
+    Attributes:
+        lengths: of each rank, the tokens of its documents.
+        hashes: of each document of all ranks, its hashes; none if no other one begins alike.
+    """
+
+    lengths: list[IntArray]
+    hashes: list[IntArray]
+
+
+class DocumentGather:
+    """Gathers the documents of one or several batches. A collective call, and so is `wait`.
+
+    Args:
+        batches: what this rank read from its batches.
+        most_documents: documents of the rank that has most in all these batches.
+        least_tokens: shortest prefix that documents share; 0: none is shared.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        batches: Sequence[ReadDocuments],
+        most_documents: int,
+        least_tokens: int,
+        where: str,
+    ) -> None:
+        self._transport, self._batches, self._where = transport, batches, where
+        self._most, self._least_tokens = most_documents, least_tokens
+        lengths = [read.known_lengths for read in batches]
+        columns = [[tokens for of_batch in lengths for tokens in of_batch.tolist()]]
+        if least_tokens:
+            columns.append([one for read in batches for one in _beginnings(read, least_tokens).tolist()])
+        filled_up = [value for column in columns for value in (*column, *[0] * (most_documents - len(column)))]
+        self._gather = transport.gather([*map(len, lengths), *filled_up], where)
+
+    def wait(self) -> list[BatchDocuments]:
+        """Returns the documents of each batch.
+
+        Raises:
+            PeerLostError: a rank was lost in the meantime.
+        """
+        rows, number = self._gather.wait(), len(self._batches)
+        counts = [offsets(as_int_array(row[:number], self._where)) for row in rows]
+
+        def of_column(at: int) -> list[list[IntArray]]:
+            """Returns a column of each batch and rank."""
+            first = number + at * self._most
+            values = [as_int_array(row[first : first + self._most], self._where) for row in rows]
+            return [
+                [of_rank[border[batch] : border[batch + 1]] for of_rank, border in zip(values, counts, strict=True)]
+                for batch in range(number)
+            ]
+
+        lengths = of_column(0)
+        if not self._least_tokens:
+            return [BatchDocuments(of_batch, []) for of_batch in lengths]
+        alike = [_repeated(of_batch) for of_batch in of_column(1)]
+        hashes = self._hashes(lengths, alike) if any(chosen.any() for of in alike for chosen in of) else None
+        return [BatchDocuments(of, [] if hashes is None else hashes[batch]) for batch, of in enumerate(lengths)]
+
+    def _hashes(self, lengths: list[list[IntArray]], alike: list[list[np.ndarray]]) -> list[list[IntArray]]:
+        """Gathers all hashes of documents that begin alike; returns those of each batch and document."""
+        counts = [
+            [num_hashes(tokens, self._least_tokens) * chosen for tokens, chosen in zip(*of_batch, strict=True)]
+            for of_batch in zip(lengths, alike, strict=True)
+        ]
+        totals = [sum(int(of_batch[rank].sum()) for of_batch in counts) for rank in range(len(lengths[0]))]
+        rank, mine = self._transport.rank, list[int]()
+        for read, of_batch in zip(self._batches, alike, strict=True):
+            if of_batch[rank].any():
+                all_counts = num_hashes(read.known_lengths, self._least_tokens)
+                assert read.hashes is not None  # or its beginnings would be 0
+                mine += read.hashes[np.repeat(of_batch[rank], all_counts)].tolist()
+        where = f"{self._where}, documents that begin alike"
+        rows = self._transport.gather([*mine, *[0] * (max(totals) - len(mine))], where).wait()
+        values, first = [as_int_array(row, where) for row in rows], [0] * len(rows)
+        hashes: list[list[IntArray]] = []
+        for of_batch in counts:
+            hashes.append([])
+            for at, of_rank in enumerate(of_batch):
+                borders = first[at] + offsets(of_rank)
+                hashes[-1] += [values[at][start:stop] for start, stop in pairwise(borders.tolist())]
+                first[at] = int(borders[-1])
+        return hashes
+
+
+def to_share(read: ReadDocuments, shares: bool, has_one_label: bool, least_tokens: int) -> ReadDocuments:
+    """Returns what was read of a batch, with hashes only of what its documents may share.
+
+    Args:
+        shares: whether they may share prefixes.
+        has_one_label: whether a loss gets only one label of each token that is computed. Then only tokens that predict
+            no label to learn may be shared.
+    """
+    if read.hashes is None or not shares:
+        return replace(read, hashes=None)
+    if not has_one_label:
+        return read
+    counts = num_hashes(read.known_lengths, least_tokens)
+    unlearnt = np.zeros_like(counts) if read.unlearnt is None else read.unlearnt
+    hashed = least_tokens + BLOCK_TOKENS * ranges(0, counts)
+    return replace(read, hashes=np.where(hashed <= np.repeat(unlearnt, counts), read.hashes, 0))
+
+
+def begin_alike(read: ReadDocuments, least_tokens: int) -> bool:
+    """Returns whether any documents of a batch begin alike."""
+    return bool(_repeated([_beginnings(read, least_tokens)])[0].any())
+
+
+def _beginnings(read: ReadDocuments, least_tokens: int) -> IntArray:
+    """Returns `[documents]` the first hash of each document; 0 if it has none."""
+    lengths = read.known_lengths
+    beginnings = np.zeros_like(lengths)
+    if read.hashes is not None:
+        counts = num_hashes(lengths, least_tokens)
+        beginnings[counts > 0] = read.hashes[offsets(counts)[:-1][counts > 0]]
+    return beginnings
+
+
+def _repeated(beginnings: Sequence[IntArray]) -> list[np.ndarray]:
+    """Returns of each rank the documents whose beginning, not 0, is also that of another document on any rank."""
+    joined = np.concatenate(beginnings)
+    _, number, counts = np.unique(joined, return_inverse=True, return_counts=True)
+    is_repeated = (counts[number] > 1) & (joined != 0)
+    return np.split(is_repeated, np.cumsum([len(of_rank) for of_rank in beginnings])[:-1])

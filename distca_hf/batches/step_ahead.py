@@ -1,0 +1,160 @@
+"""Step ahead: plans micro-batches that are known before their pass, in a thread.
+
+    step begins              the batches that Trainer or its loader already holds are noted
+    attention, first pass    they are read; ranks agree on their number, and gather all lengths at once
+    end of the first pass    a thread starts to plan micro-batches 2, 3, ..., and the first one of the next step
+    later passes             copy their plan to the device
+
+The host does this only while the device is busy, and waits only if documents begin alike. The thread touches neither
+process groups nor device streams. The pass uses its plan if all ranks show that they have it; otherwise the pass
+gathers lengths and plans.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from distca_hf.batches.agreement import Returning
+from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, to_share
+from distca_hf.batches.read_documents import PaddedRows, ReadDocuments, Reading
+from distca_hf.comm.transport import Transport
+from distca_hf.planning.plan import Plan
+from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.row_moves import PinnedRowMoves
+
+
+# Names of the numbers that ranks show each other: batches that are known and read, and their documents.
+FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
+
+
+class HostPlan(NamedTuple):
+    """A plan on the host.
+
+    Attributes:
+        plan, num_chunks: the plan, and the chunks of its exchanges.
+        kinds: its routing, for each kind of layer.
+        moves: moves of rows at the borders of the decoder; None if attention tasks move instead of rows.
+    """
+
+    plan: Plan
+    num_chunks: int
+    kinds: PinnedKinds
+    moves: PinnedRowMoves | None
+
+
+class AheadPlan(NamedTuple):
+    """A micro-batch that was planned ahead.
+
+    Attributes:
+        number: its number among these, counted from 1.
+        planned: its plan.
+        shares: whether documents of this rank could share prefixes.
+        returning: what its pass was expected to return.
+    """
+
+    number: int
+    planned: Future[HostPlan]
+    shares: bool
+    returning: Returning
+
+    def fits(self, returning: Returning) -> bool:
+        """Returns whether the plan fits what the pass returns; the same on all ranks."""
+        only_unlearnt = self.returning is not Returning.STATES or returning is Returning.STATES
+        return only_unlearnt or self.planned.result().plan.layout.shared is None
+
+
+class StepAhead:
+    """Plans micro-batches that are known before their pass.
+
+    Args:
+        prepare: plans a micro-batch; called in a thread with the documents of each rank, the rows of this rank's batch
+            if they are padded, and whether to pin memory.
+        least_tokens: shortest prefix that documents share; 0: none is shared.
+
+    Attributes:
+        shares: whether documents of this rank may share prefixes.
+        returning: what passes are expected to return; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        prepare: Callable[[BatchDocuments, PaddedRows | None, bool], HostPlan],
+        least_tokens: int,
+    ) -> None:
+        self._transport, self._prepare = transport, prepare
+        self._least_tokens, self.shares, self.returning = least_tokens, False, Returning.STATES
+        self._readings: Sequence[Reading | None] = ()
+        self._documents: list[ReadDocuments] = []
+        self._step_batches = 0
+        self._gathering: tuple[Sequence[ReadDocuments], DocumentGather] | None = None
+        self._pins_on: torch.device | None = None
+        self._last_number = 0
+        # Plans that no pass asks for are forgotten with their batches.
+        self._planned = WeakKeyDictionary[ReadDocuments, AheadPlan]()
+
+    def begin(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
+        """Notes which batches are known when a step begins.
+
+        Args:
+            readings: readings of the batches after the first one of the step; None for a batch without one.
+        """
+        self._readings, self._step_batches = readings, step_batches
+        self._pins_on = device if device.type == "cuda" else None
+
+    def take_step_batches(self) -> int:
+        """Returns the number of micro-batches in the step, in the first pass after `begin`; 0 in later passes."""
+        step_batches, self._step_batches = self._step_batches, 0
+        return step_batches
+
+    def show(self) -> dict[str, int]:
+        """Reads the batches that follow, and returns their number and the number of their documents.
+
+        Both are 0 in later passes, or if a batch cannot be read or keeps its padding.
+        """
+        documents = [None if reading is None else reading.documents for reading in self._readings]
+        read = [one for one in documents if one is not None and one.lengths is not None]
+        self._documents, self._readings = read if len(read) == len(documents) else [], ()
+        return {FOLLOWING: len(self._documents), DOCUMENTS: sum(len(one.known_lengths) for one in self._documents)}
+
+    def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
+        """Gathers the lengths of these batches, if all ranks know equally many of them. A collective call.
+
+        Args:
+            shown: the numbers of all ranks, by name.
+        """
+        documents, self._documents = self._documents, []
+        if {*shown[FOLLOWING]} != {len(documents)} or not documents:
+            return
+        where = f"micro-batch {micro_batch}, document lengths of its step"
+        of_pass = self.shares, self.returning is not Returning.STATES, self._least_tokens
+        shown_as = [to_share(read, *of_pass) for read in documents]
+        gather = DocumentGather(self._transport, shown_as, max(shown[DOCUMENTS]), self._least_tokens, where)
+        self._gathering = documents, gather
+
+    def start(self) -> None:
+        """Starts to plan the batches whose lengths were gathered, if any. A collective call.
+
+        Raises:
+            PeerLostError: a rank was lost in the meantime.
+        """
+        if self._gathering is None:
+            return
+        (documents, gather), self._gathering = self._gathering, None
+        of_batches, device = gather.wait(), self._pins_on
+        # Otherwise pinning would open a context on the first GPU.
+        enter = None if device is None else partial(torch.cuda.set_device, device)
+        thread = ThreadPoolExecutor(1, "distca-ahead", initializer=enter)
+        for read, of_batch in zip(documents, of_batches, strict=True):
+            self._last_number += 1
+            planned = thread.submit(self._prepare, of_batch, read.padded, device is not None)
+            self._planned[read] = AheadPlan(self._last_number, planned, self.shares, self.returning)
+        thread.shutdown(wait=False)  # it ends when it has planned them all
+
+    def take(self, read: ReadDocuments) -> "AheadPlan | None":
+        """Returns the plan of a micro-batch; None if it was not planned ahead, or was taken before."""
+        return self._planned.pop(read, None)

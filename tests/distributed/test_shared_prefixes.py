@@ -1,0 +1,260 @@
+"""Documents that begin with the same tokens, in batches of any rank: layers compute these once, and losses and
+gradients are those of every row by itself."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
+
+import distca_hf
+from distca_hf.integrations.models.forward_watch import watch_of
+from support.given_batches import (
+    Batch,
+    Gradients,
+    Loss,
+    gradients_of,
+    of_all_hidden_states,
+    of_logits,
+    own_loss,
+    with_embeddings,
+)
+from support.models import VOCABULARY, plain_attention, tiny_config
+from support.ranks import run_ranks
+
+
+LEAST_TOKENS = 16
+Documents = Sequence[torch.Tensor]
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Computes in float64 what models compute in float32: losses and norms. Sums of gradients before them, as of
+    shared rows, would be rounded otherwise than sums after them."""
+    usual = torch.Tensor.to
+
+    def to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return usual(x, *args, **kwargs) if x.dtype != torch.float64 or torch.float32 not in args else x
+
+    def softmax(x: torch.Tensor, dim: int = -1, **_: Any) -> torch.Tensor:
+        return torch.softmax(x, dim)
+
+    of_tensors, of_routers = {"float": torch.Tensor.double, "to": to}, {"softmax": softmax}
+    with patch.multiple(torch.Tensor, **of_tensors), patch.multiple(nn.functional, **of_routers):
+        yield
+
+
+def words(tokens: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def continuing(prompt: torch.Tensor, *answers: int, seed: int = 100) -> list[torch.Tensor]:
+    """Documents of a prompt and answers of these lengths."""
+    return [torch.cat([prompt, words(length, seed + at)]) for at, length in enumerate(answers)]
+
+
+def padded(documents: Documents, side: str = "right", learnt_from: int = 1) -> Batch:
+    """A row for each document."""
+    longest = max(map(len, documents))
+    ids = torch.zeros(len(documents), longest, dtype=torch.int64)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, document in enumerate(documents):
+        first = longest - len(document) if side == "left" else 0
+        at = slice(first, first + len(document))
+        ids[row, at], mask[row, at] = document, 1
+        labels[row, first + learnt_from : at.stop] = document[learnt_from:]
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def packed(documents: Documents) -> Batch:
+    """One row of all documents."""
+    ids = torch.cat([*documents])[None]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+@dataclass
+class Case:
+    """A model and the batches of ranks; further ranks have the last one.
+
+    Attributes:
+        least_shared: tokens that are not computed twice, at least, on two ranks; 0: none is shared.
+        most: largest difference of a gradient, in its largest number.
+        says: beginning of the log's reason if nothing is shared.
+    """
+
+    batches: Sequence[Batch]
+    least_shared: int
+    kind: str = "llama"
+    loss: Loss = own_loss
+    most: float = 1e-12
+    prepare: Callable[[PreTrainedModel], object] = lambda model: None
+    changes: dict[str, Any] = field(default_factory=dict)
+    says: str = ""
+
+    def model(self, implementation: str) -> PreTrainedModel:
+        torch.manual_seed(0)
+        if self.kind == "gpt2":
+            sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY}
+            config = GPT2Config(**sizes, attn_pdrop=0, **({"embd_pdrop": 0, "resid_pdrop": 0} | self.changes))
+        else:
+            config = tiny_config(self.kind, **self.changes)
+        experts = {"experts_implementation": "eager"} if self.kind in ("qwen3_moe", "gpt_oss") else {}
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, **experts)
+        return model.to(torch.float64).train()
+
+    def batch(self, rank: int) -> Batch:
+        return dict(self.batches[min(rank, len(self.batches) - 1)])
+
+
+def checkpointed(reentrant: bool) -> Callable[[PreTrainedModel], object]:
+    return lambda model: model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+PROMPT, OTHER = words(150, 1), words(90, 2)
+TURN = torch.cat([PROMPT, words(70, 3)])
+PAIR = continuing(PROMPT, 20, 33)
+GROUP = continuing(PROMPT, 5, 90, 41, 2)
+LONG = continuing(words(400, 4), 3, 9)
+TREE = [
+    *continuing(PROMPT, 20),
+    *continuing(TURN, 9, 30, 4),
+    *continuing(torch.cat([TURN, words(60, 5)]), 8, 9),
+    PROMPT,
+]
+# 128 + 16 of 150 tokens are multiples of blocks.
+PREFIX = 144
+AT_OTHER_POSITIONS = padded(PAIR) | {"position_ids": torch.stack([torch.arange(183), torch.arange(183)])}
+CASES = {
+    "pairs": Case([padded(PAIR), padded([*continuing(OTHER, 12, 5), words(30, 6)])], PREFIX + 80),
+    "pairs, padded left": Case(
+        [padded(PAIR, "left"), padded(continuing(OTHER, 12, 5), "left")], PREFIX + 80, most=1e-6
+    ),
+    "a group on two ranks": Case([padded(GROUP[:1]), padded(GROUP[1:])], 3 * PREFIX),
+    "packs": Case([packed([words(9, 7), *GROUP[:2]]), packed([*GROUP[2:], words(60, 8)])], 3 * PREFIX),
+    "a pack and rows": Case([packed(GROUP[:2]), padded([*GROUP[2:], words(60, 8)])], 3 * PREFIX),
+    "a prompt longer than a rank's share": Case([padded(LONG), padded([words(7, 9)])], 384),
+    "a tree": Case([padded(TREE[:3]), padded(TREE[3:])], 5 * 128 + 3 * 64),
+    "the same row twice, and a prefix that is a row": Case([padded([*PAIR, PAIR[0]]), padded([PROMPT])], 3 * 128),
+    "even ranks": Case([padded(GROUP[:2])], 3 * PREFIX),
+    "labels of prompts": Case([padded(PAIR, learnt_from=140), padded(PAIR)], 3 * PREFIX),
+    "windows": Case([padded(PAIR), padded([*GROUP])], 5 * PREFIX, "gemma3"),
+    "windows and sinks": Case([padded(PAIR), padded([*GROUP])], 5 * PREFIX, "gpt_oss"),
+    "chunks": Case([padded(PAIR), padded([*GROUP])], 5 * PREFIX, "llama4"),
+    "experts with their loss": Case(
+        [padded(PAIR), padded(GROUP)],
+        5 * PREFIX,
+        "qwen3_moe",
+        changes={"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    ),
+    "all hidden states": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, loss=of_all_hidden_states),
+    "logits": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, loss=of_logits),
+    "a table of positions": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, "gpt2"),
+    "checkpointed": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, prepare=checkpointed(reentrant=False)),
+    "reentrant": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, prepare=checkpointed(reentrant=True)),
+    "embeddings of the caller": Case([padded(PAIR), padded(GROUP)], 0, loss=with_embeddings),
+    "prompts too short": Case([padded(continuing(PROMPT[:15], 40, 5, seed=seed)) for seed in (100, 200, 300)], 0),
+    "other kinds of tokens": Case(
+        [padded(PAIR) | {"token_type_ids": torch.zeros(2, 183, dtype=torch.int64)}],
+        0,
+        "gpt2",
+        says="the batch has token_type_ids, which may differ",
+    ),
+    "a random model": Case(
+        [padded(PAIR)], 0, "gpt2", most=2.0, changes={"resid_pdrop": 0.1}, says="transformer.h.0.attn.resid_dropout"
+    ),
+    "states": Case([padded(PAIR)], 0, "qwen3_5", most=1e-5, says="layers carry a state"),
+}
+
+
+def alone(case: Case, rank: int) -> tuple[float, Gradients]:
+    """Loss and gradients of a rank's batch without distca."""
+    model, batch = case.model(plain_attention(case.kind)), case.batch(rank)
+    if "position_ids" in batch and batch["input_ids"].shape[0] == 1:  # a pack: sdpa knows no documents
+        starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
+        batch = padded([batch["input_ids"][0, start:stop] for start, stop in pairwise(starts)])
+    with in_double():
+        loss = case.loss(model, batch)
+        loss.backward()
+    return loss.item(), gradients_of(model)
+
+
+def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, list[str]]]:
+    """Loss of this rank, mean gradients, shared tokens, tokens that layers computed, and lines of the log."""
+    results = {}
+    for name in names:
+        case, lines = CASES[name], list[str]()
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("distca_hf").addHandler(handler)
+        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+        model = distca_hf.enable(case.model("distca"), plugin)
+        case.prepare(model)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with in_double():
+            loss = case.loss(wrapped, case.batch(dist.get_rank()))
+            loss.backward()
+        logging.getLogger("distca_hf").removeHandler(handler)
+        facts = watch_of(model).planner.history[-1]
+        results[name] = loss.item(), gradients_of(model), facts.shared_tokens, sum(facts.tokens), lines
+        plugin.close()
+    return results
+
+
+@pytest.mark.parametrize("name", ["a tree", "packs", "experts with their loss", "reentrant", "prompts too short"])
+def test_one_rank_computes_shared_prefixes_once(name: str) -> None:
+    case, plugin = CASES[name], distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+    model = distca_hf.enable(case.model("distca"), plugin)
+    case.prepare(model)
+
+    losses = []
+    for _ in range(2):
+        model.zero_grad()
+        with in_double():
+            losses.append(case.loss(model, case.batch(1)))
+            losses[-1].backward()
+
+    planner = watch_of(model).planner
+    assert (planner is not None) == (case.least_shared > 0)
+    assert planner is None or planner.totals.shared_tokens > 0
+    loss, expected = alone(case, 1)
+    assert [one.item() for one in losses] == pytest.approx([loss, loss], rel=1e-12)
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for weight, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, expected[weight], rtol=0, atol=1e-12 * largest)
+    plugin.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
+    by_rank = run_ranks(world, _train, tmp_path, list(CASES))
+
+    for name, case in CASES.items():
+        losses, expected = zip(*(alone(case, rank) for rank in range(world)), strict=True)
+        tokens = sum(int(case.batch(rank).get("attention_mask", torch.ones(1)).sum()) for rank in range(world))
+        for rank, results in enumerate(by_rank):
+            loss, ours, shared, computed, lines = results[name]
+            assert shared >= case.least_shared, name
+            assert (shared > 0) == (case.least_shared > 0), name
+            if "attention_mask" in case.batch(0) and "attention_mask" in case.batch(1):
+                assert computed == tokens - shared, name
+            said = [line for line in lines if "begin alike" in line]
+            assert len(said) == (rank == 0 and bool(case.says)), (name, said)
+            assert all(case.says in line for line in said), (name, said)
+            if case.most > 1:  # random
+                continue
+            assert loss == pytest.approx(losses[rank], rel=max(1e-12, case.most)), (name, rank)
+            mean = {weight: sum(one[weight] for one in expected) / world for weight in expected[0]}
+            largest = max(gradient.abs().max().item() for gradient in mean.values())
+            for weight, gradient in mean.items():
+                worst = (ours[weight] - gradient).abs().max() / max(gradient.abs().max(), 1e-6 * largest)
+                assert worst <= case.most, (name, rank, weight, worst)
