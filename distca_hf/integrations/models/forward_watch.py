@@ -313,8 +313,8 @@ class ForwardWatch:
         if self.planner is None:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self._layer_masks
-            of_rows = self._read_and_open, not self._mixers.need_whole, self.flops, self._mixers.halo_tokens
-            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows)
+            of_rows, halo = (self._read_and_open, not self._mixers.need_whole, self.flops), self._mixers.halo_tokens
+            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows, halo_tokens=halo)
         return self.planner
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
