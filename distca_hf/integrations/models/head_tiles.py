@@ -176,7 +176,7 @@ class TiledAttention(TiledForward):
             ConfigError: the module has parts that act on all heads, or results of them.
         """
         if any(isinstance(given, Cache) for given in (*args, *kwargs.values())):
-            if not torch.is_grad_enabled():
+            if not (self.module.training and torch.is_grad_enabled()):
                 whole: tuple[Any, ...] = type(self.module).forward(self.module, *args, **kwargs)
                 return whole
             raise ConfigError(

@@ -380,7 +380,11 @@ def test_without_gradients_tiles_are_small_as_well(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cache_is_refused_in_training() -> None:
+    """One that the model would make by itself is left out, but not in evaluation, even with gradients."""
     model, tokens = tiled(llama()), torch.arange(3, 40)[None]
+    assert model(input_ids=tokens).past_key_values is None
+    assert model.eval()(input_ids=tokens, labels=tokens).past_key_values is not None
+    model.train()
 
     with pytest.raises(ConfigError, match="attention_kv_heads=1: LlamaAttention got a cache of all heads"):
         model(input_ids=tokens, labels=tokens, past_key_values=DynamicCache())
