@@ -135,12 +135,12 @@ def test_weights_that_fsdp_gathers_for_each_tile_are_refused(tmp_path: Path) -> 
 
 
 def _flat_gradients() -> list[torch.Tensor]:
-    """Gradients of weights that FSDP1 made one tensor, with whole MLPs and with tiles."""
+    """Gradients of weights that FSDP1 made one tensor, with whole MLPs and attention, and with tiles."""
     gradients = []
-    for mlp_tokens in (0, 16):
+    for mlp_tokens, heads in ((0, 0), (16, 1)):
         torch.manual_seed(0)
         model = tiny_model(num_hidden_layers=LAYERS).train()
-        distca_hf.enable(model, distca_hf.DistCAPlugin(mlp_tokens=mlp_tokens))
+        distca_hf.enable(model, distca_hf.DistCAPlugin(mlp_tokens=mlp_tokens, attention_kv_heads=heads))
         wrapped = FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu"))
         tokens = torch.arange(70)[None]
         wrapped(input_ids=tokens, labels=tokens).loss.backward()

@@ -200,6 +200,8 @@ class ForwardWatch:
         batch = completed(batch, self._class_name)
         plan, args = batch.get("distca_plan"), args[len(self._names) :]
         is_given, trains = plan is None, module.training and torch.is_grad_enabled()
+        if trains and self._check.tiles:  # a cache would have all heads
+            batch = batch | self._no_cache(batch)
         if is_given:
             if self._attends_locally(batch, trains, evaluates=not module.training):
                 if module is self.root:
@@ -210,8 +212,6 @@ class ForwardWatch:
                 batch = batch | tokens_in(batch)
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):
                     batch = batch | self._mixers.alone(batch, trains)
-                if trains and self._check.tiles:  # a cache would have all heads
-                    batch = batch | self._no_cache(batch)
                 return None if batch.keys() == given.keys() and not is_square(given) else (args, batch)
             plan = self._plan_given(module, batch, trains)
             batch = batch | tokens_in(batch) | fill_empty(batch)

@@ -80,7 +80,7 @@ def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
     tiles = {layer: len(heads_of_tiles(_kv_heads(layer), most)) for layer in layers.values()}
     tiled = {layer: number for layer, number in tiles.items() if number > 1}
     if not tiled:
-        heads = max(map(_kv_heads, layers.values()))
+        heads = max(map(_kv_heads, layers.values()), default=0)
         raise ConfigError(
             f"{setting}: no layer of {type(model).__name__} has more than {heads} KV heads, and there is nothing to "
             f"divide; set it below {heads}, or leave it out"
@@ -176,7 +176,7 @@ class TiledAttention(TiledForward):
             ConfigError: the module has parts that act on all heads, or results of them.
         """
         if any(isinstance(given, Cache) for given in (*args, *kwargs.values())):
-            if not torch.is_grad_enabled():
+            if not (self.module.training and torch.is_grad_enabled()):
                 whole: tuple[Any, ...] = type(self.module).forward(self.module, *args, **kwargs)
                 return whole
             raise ConfigError(

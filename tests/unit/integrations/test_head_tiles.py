@@ -30,11 +30,14 @@ from transformers import (
 )
 
 import distca_hf
+from distca_hf.cost import CAUSAL_MASK
 from distca_hf.errors import ConfigError, NotFiniteError
 from distca_hf.integrations import attention
 from distca_hf.integrations.models import head_tiles
+from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.runtime import local_attention
+from distca_hf.runtime.retention import HeldLayers
 from support.data import random_dataset
 from support.models import SIZES as OTHER_SIZES
 
@@ -380,7 +383,11 @@ def test_without_gradients_tiles_are_small_as_well(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cache_is_refused_in_training() -> None:
+    """One that the model would make by itself is left out, but not in evaluation, even with gradients."""
     model, tokens = tiled(llama()), torch.arange(3, 40)[None]
+    assert model(input_ids=tokens).past_key_values is None
+    assert model.eval()(input_ids=tokens, labels=tokens).past_key_values is not None
+    model.train()
 
     with pytest.raises(ConfigError, match="attention_kv_heads=1: LlamaAttention got a cache of all heads"):
         model(input_ids=tokens, labels=tokens, past_key_values=DynamicCache())
@@ -406,6 +413,17 @@ def test_a_copy_of_a_model_follows_its_own_plugin(monkeypatch: pytest.MonkeyPatc
     gradients(tiled(deepcopy(model), 2))
 
     assert set(runs) == {(2, 1), (4, 2)}
+
+
+def test_rows_of_all_tiles_of_a_recomputed_layer_are_held_together() -> None:
+    check = ForwardCheck(llama(), distca_hf.DistCAPlugin(attention_kv_heads=1))
+    regions = tuple(tuple(masks) for masks in check.call_masks.values())
+    layers = check.pass_layers(regions)
+
+    assert layers.attention_calls == 3 * LAYERS
+    assert layers.layers_of_calls == (0, 0, 0, 1, 1, 1, 2, 2, 2)
+    assert layers.of(CAUSAL_MASK, 100) == HeldLayers(saved=0, recomputed=3 * LAYERS, together=3)
+    assert check.pass_layers(regions[1:]).of(CAUSAL_MASK, 100) == HeldLayers(saved=3, recomputed=6, together=3)
 
 
 def test_errors_name_layer_and_tile() -> None:
