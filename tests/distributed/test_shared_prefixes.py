@@ -172,7 +172,7 @@ CASES = {
     "a random model": Case(
         [padded(PAIR)], 0, "gpt2", most=2.0, changes={"resid_pdrop": 0.1}, says="transformer.h.0.attn.resid_dropout"
     ),
-    "states": Case([padded(PAIR)], 0, "qwen3_5", most=1e-5, says="layers carry a state"),
+    "states": Case([packed(PAIR)], 0, "qwen3_5", most=1e-5, says="layers carry a state"),
 }
 
 
