@@ -18,11 +18,16 @@ from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.document_gather import begin_alike, to_share
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, reading_of
 from distca_hf.config import DistCAConfig
+from distca_hf.errors import PackingError
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
 from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.structure import backbone_of, transformers_model
 from distca_hf.integrations.models.weights_check import is_due
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
 
 # Settings of models that are probabilities of dropping something, or amounts of noise; and those of heads.
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
@@ -70,7 +75,7 @@ class Sharing:
         Args:
             returning: what the pass returns.
         """
-        if self.refusal(batch, True, is_noisy):
+        if batch.get("use_cache") or self.refusal(batch, True, is_noisy):
             return None
         reading = reading_of(batch)
         read = None if reading is None else reading.documents
@@ -78,7 +83,11 @@ class Sharing:
             self._looks += 1
             if not self._found and not is_due(self._looks):
                 return None
-            read = reader.read(batch)
+            try:
+                read = reader.read(batch)
+            except PackingError as error:  # one rank attends to more kinds of batches, and says what is wrong
+                log.debug("documents of this batch share nothing: %s", error)
+                return None
         if read.lengths is None:
             return None
         shared = to_share(read, True, returning is not Returning.STATES, self._least_tokens)

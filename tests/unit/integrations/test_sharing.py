@@ -109,6 +109,25 @@ def test_dropout_that_was_added_later_is_seen() -> None:
     plugin.close()
 
 
+@pytest.mark.parametrize("change", ["cache", "empty row", "hole"])
+def test_one_rank_trains_on_batches_that_ranks_cannot_place(change: str) -> None:
+    ids = torch.arange(60).expand(2, -1).contiguous()
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    if change == "cache":
+        batch |= {"use_cache": True}
+    else:
+        batch["attention_mask"][1, slice(0, 60) if change == "empty row" else slice(20, 25)] = 0
+        batch["labels"][1] = -100
+    losses = []
+    for tokens in (0, 20):
+        torch.manual_seed(0)
+        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=tokens)
+        model = distca_hf.enable(tiny_model(), plugin).train()
+        losses.append(model(**batch).loss.item())
+        plugin.close()
+    assert losses[1] == losses[0]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
