@@ -46,7 +46,7 @@ READER_UNKNOWN = "the program may read logits, or the loss of its rank (plugin.a
 # Reason for a pass that does not train, or a model whose rows stay where they are.
 ROWS_STAY = "rows stay"
 # Packages whose hooks do not read the results of a pass: they gather weights, or are ours.
-KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers"})
+KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers", "trl"})
 # Modules that replace a model's forward by one that trains on shift_labels if they are given.
 FUSED_HEADS = "liger_kernel."
 # The same with a flag; a pass then returns numbers of single tokens.
@@ -115,12 +115,8 @@ class PlacedLoss:
         if getattr(self._model.config, "output_router_logits", False):
             return "the model adds a loss of its routers (output_router_logits)"
         for part in dict.fromkeys((self._root, self._model, self._model.get_output_embeddings())):
-            hooks = [] if part is None else [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-            for hook in hooks:
-                function = getattr(hook, "func", hook)  # of a partial
-                module = getattr(function, "__module__", None) or type(function).__module__
-                if module.partition(".")[0] not in KNOWN_HOOKS:
-                    return f"a hook of {module} may read logits or the loss"
+            if part is not None and (module := unknown_hook(part)):
+                return f"a hook of {module} may read logits or the loss"
         return ""
 
     def _of_loss(self, batch: Batch) -> str:
@@ -224,6 +220,16 @@ class PlacedLoss:
         count = output["label_mask"].sum().clamp(min=1) if self._label_count is None else self._label_count
         output["loss"] = -output["log_probs"].sum() / count
         return output
+
+
+def unknown_hook(part: nn.Module) -> str:
+    """Returns the Python module of a hook that may read or change results; empty if a module has none."""
+    for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+        function = getattr(hook, "func", hook)  # of a partial
+        module: str = getattr(function, "__module__", None) or type(function).__module__
+        if module.partition(".")[0] not in KNOWN_HOOKS:
+            return module
+    return ""
 
 
 def _returns_token_values(model: PreTrainedModel) -> bool:

@@ -1,10 +1,14 @@
 """Sharing: whether documents that begin with the same tokens have the same hidden states there, so that layers may
 compute them once.
 
-They have, unless something is drawn at random for each row, or a batch has more than tokens and positions.
+They have, unless something is drawn at random for each row, a batch has more than tokens and positions, or functions
+that are not known run on rows.
 """
 
+import inspect
 import re
+from collections.abc import Hashable
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -14,16 +18,23 @@ from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.document_gather import begin_alike, to_share
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, reading_of
 from distca_hf.config import DistCAConfig
+from distca_hf.errors import PackingError
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
 from distca_hf.integrations.models.mixers import MixerWatch
-from distca_hf.integrations.models.structure import transformers_model
+from distca_hf.integrations.models.placed_loss import KNOWN_HOOKS, unknown_hook
+from distca_hf.integrations.models.structure import backbone_of, transformers_model
 from distca_hf.integrations.models.weights_check import is_due
+from distca_hf.telemetry import get_logger
 
+
+log = get_logger(__name__)
 
 # Settings of models that are probabilities of dropping something, or amounts of noise; and those of heads.
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
 # Columns of tokens that layers compute from, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "labels", "shift_labels"}
+# Packages whose forward functions give layers the tokens of the batch.
+KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
 
 
 class Sharing:
@@ -35,16 +46,9 @@ class Sharing:
     """
 
     def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch, is_multimodal: bool) -> None:
-        of_modules = [
-            (name, module, {"p", "drop_prob"} & vars(module).keys()) for name, module in root.named_modules()
-        ]
-        self._drops = [
-            (name, module, share)
-            for name, module, shares in of_modules
-            for share in shares
-            if "drop" in type(module).__name__.lower()
-        ]
-        self._config, self._refusal = transformers_model(root).config.get_text_config(), ""
+        self._root, model = root, transformers_model(root)
+        self._before_layers = dict.fromkeys((model, backbone_of(model), model.get_input_embeddings()))
+        self._config, self._refusal = model.config.get_text_config(), ""
         self._least_tokens, self._looks, self._found = config.shared_prefix_tokens, 0, False
         if not config.shared_prefix_tokens:
             self._refusal = "shared_prefix_tokens is 0"
@@ -59,7 +63,7 @@ class Sharing:
         Args:
             is_noisy: whether embeddings get noise.
         """
-        return self._refusal or _of_batch(batch) or (self._randomness(is_noisy) if is_training else "")
+        return self._refusal or _of_batch(batch) or self._of_modules(is_noisy, is_training)
 
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
@@ -71,7 +75,7 @@ class Sharing:
         Args:
             returning: what the pass returns.
         """
-        if self.refusal(batch, True, is_noisy):
+        if batch.get("use_cache") or self.refusal(batch, True, is_noisy):
             return None
         reading = reading_of(batch)
         read = None if reading is None else reading.documents
@@ -79,25 +83,48 @@ class Sharing:
             self._looks += 1
             if not self._found and not is_due(self._looks):
                 return None
-            read = reader.read(batch)
+            try:
+                read = reader.read(batch)
+            except PackingError as error:  # one rank attends to more kinds of batches, and says what is wrong
+                log.debug("documents of this batch share nothing: %s", error)
+                return None
         if read.lengths is None:
             return None
         shared = to_share(read, True, returning is not Returning.STATES, self._least_tokens)
         self._found |= begin_alike(shared, self._least_tokens)
         return read if self._found else None
 
-    def _randomness(self, is_noisy: bool) -> str:
-        """Returns what is drawn at random for each row in training."""
+    def _of_modules(self, is_noisy: bool, is_training: bool) -> str:
+        """Returns what may compute other numbers for equal tokens. Modules may have changed since the last pass."""
+        for part in self._before_layers:
+            runs = inspect.unwrap(vars(part).get("forward", type(part).forward))
+            runs = getattr(runs, "__func__", runs)
+            written = getattr(runs, "__module__", None) or type(runs).__module__
+            if written.partition(".")[0] not in KNOWN_FORWARDS:
+                return f"forward of {type(part).__name__}, of {written}, may change tokens before layers see them"
+        for module in self._root.modules():
+            if (module._forward_hooks or module._forward_pre_hooks) and (written := unknown_hook(module)):
+                return f"a hook of {written} on a {type(module).__name__} may compute something of each row"
+            if not is_training or not module.training or not _is_dropout(type(module)):  # type: ignore[arg-type]
+                continue
+            share = max(vars(module).get(name, 0.0) for name in ("p", "drop_prob"))
+            if share > 0:
+                name = next(name for name, one in self._root.named_modules() if one is module)
+                return f"{name} drops {share:g} of its values at random"
+        if not is_training:
+            return ""
         if is_noisy:
             return "embeddings get noise (NEFTune)"
-        for name, module, share in self._drops:
-            if module.training and getattr(module, share) > 0:
-                return f"{name} drops {getattr(module, share):g} of its values at random"
         for name, value in vars(self._config).items():
             is_random = RANDOM.search(name) and not OF_HEADS.search(name)
             if is_random and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
                 return f"{name}={value:g} in the model's config makes rows random"
         return ""
+
+
+@lru_cache(maxsize=1024)
+def _is_dropout(of: Hashable) -> bool:
+    return "drop" in of.__name__.lower()  # type: ignore[attr-defined]
 
 
 def _of_batch(batch: Batch) -> str:

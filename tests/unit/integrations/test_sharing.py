@@ -1,11 +1,13 @@
 """Why documents of some models and batches must not share prefixes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
+from transformers import LlamaForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import distca_hf
@@ -52,6 +54,78 @@ def test_random_models_share_nothing_while_they_train(change: Callable[[nn.Modul
     assert watch._sharing.refusal({"input_ids": ids}, False, watch._counted.has_noise()) == ""
     assert (watch.planner is None) == bool(said)
     plugin.close()
+
+
+class OfLanguages(LlamaForCausalLM):
+    """Adds something of each row to embeddings of its tokens."""
+
+    def forward(self, input_ids: torch.Tensor, languages_B: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(
+            inputs_embeds=self.get_input_embeddings()(input_ids) + languages_B[:, None, None], **kwargs
+        )
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    model.model.layers[1].register_forward_pre_hook(lambda layer, args: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "said"),
+    [
+        (hooked, {}, f"a hook of {__name__} on a LlamaDecoderLayer may compute something of each row"),
+        (
+            lambda model: OfLanguages(model.config),
+            {"languages_B": torch.tensor([0.0, 1.0])},
+            f"forward of OfLanguages, of {__name__}, may change tokens before layers see them",
+        ),
+    ],
+)
+def test_unknown_functions_see_every_row(
+    change: Callable[[nn.Module], nn.Module], given: dict[str, torch.Tensor], said: str
+) -> None:
+    ids = torch.arange(60).expand(2, -1) + torch.tensor([[0], [1]]) * (torch.arange(60) == 59)
+    losses = {}
+    for tokens in (0, 20):
+        torch.manual_seed(0)
+        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=tokens)
+        model = distca_hf.enable(change(tiny_model()), plugin).train()
+        watch = watch_of(model)
+        losses[tokens] = model(input_ids=ids, labels=ids, **given).loss.item()
+        assert watch.planner is None
+        if tokens:
+            assert watch._sharing.refusal({"input_ids": ids}, False, False) == said
+        plugin.close()
+    assert losses[20] == losses[0]
+
+
+def test_dropout_that_was_added_later_is_seen() -> None:
+    plugin = distca_hf.DistCAPlugin()
+    model = distca_hf.enable(tiny_model(), plugin).train()
+    refusal, batch = watch_of(model)._sharing.refusal, {"input_ids": torch.ones(2, 5)}
+    assert refusal(batch, True, False) == ""
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], lora_dropout=0.25), model)
+    assert refusal(batch, True, False).endswith("lora_dropout.default drops 0.25 of its values at random")
+    plugin.close()
+
+
+@pytest.mark.parametrize("change", ["cache", "empty row", "hole"])
+def test_one_rank_trains_on_batches_that_ranks_cannot_place(change: str) -> None:
+    ids = torch.arange(60).expand(2, -1).contiguous()
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    if change == "cache":
+        batch |= {"use_cache": True}
+    else:
+        batch["attention_mask"][1, slice(0, 60) if change == "empty row" else slice(20, 25)] = 0
+        batch["labels"][1] = -100
+    losses = []
+    for tokens in (0, 20):
+        torch.manual_seed(0)
+        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=tokens)
+        model = distca_hf.enable(tiny_model(), plugin).train()
+        losses.append(model(**batch).loss.item())
+        plugin.close()
+    assert losses[1] == losses[0]
 
 
 @pytest.mark.parametrize(
