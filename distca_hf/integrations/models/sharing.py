@@ -1,7 +1,7 @@
 """Sharing: whether documents that begin with the same tokens have the same hidden states there, so that layers may
 compute them once.
 
-They have, unless something is drawn at random for each row, or a batch has more than tokens and positions.
+They have, unless something is drawn at random for each row, or layers compute from more than tokens and positions.
 """
 
 import re
@@ -20,14 +20,14 @@ from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.integrations.models.weights_check import is_due
 
 
-# Settings of models that are probabilities of dropping something, or amounts of noise; and those of heads.
+# Entries of a model's config that make layers random; and entries that only classification heads read.
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
 # Columns of tokens that layers compute from, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "labels", "shift_labels"}
 
 
 class Sharing:
-    """Says why documents of a model's batches must not share prefixes.
+    """Decides whether documents of a model's batches may share prefixes.
 
     Args:
         mixers: layers of the model that carry a state.
@@ -35,14 +35,11 @@ class Sharing:
     """
 
     def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch, is_multimodal: bool) -> None:
-        of_modules = [
-            (name, module, {"p", "drop_prob"} & vars(module).keys()) for name, module in root.named_modules()
-        ]
         self._drops = [
             (name, module, share)
-            for name, module, shares in of_modules
-            for share in shares
-            if "drop" in type(module).__name__.lower()
+            for name, module in root.named_modules()
+            for share in ("p", "drop_prob")
+            if share in vars(module) and "drop" in type(module).__name__.lower()
         ]
         self._config, self._refusal = transformers_model(root).config.get_text_config(), ""
         self._least_tokens, self._looks, self._found = config.shared_prefix_tokens, 0, False
@@ -59,14 +56,15 @@ class Sharing:
         Args:
             is_noisy: whether embeddings get noise.
         """
-        return self._refusal or _of_batch(batch) or (self._randomness(is_noisy) if is_training else "")
+        return self._refusal or _further_column(batch) or (self._randomness(is_noisy) if is_training else "")
 
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
     ) -> ReadDocuments | None:
-        """Returns what was read of a batch that trains on one rank; None while no batch had documents to share.
+        """Returns what was read of a batch that trains on one rank; None as long as no batch had prefixes to share.
 
-        Without a reading this waits for the device. Before the first such batch it looks only at passes 1, 2, 4, 8 ...
+        Reading a batch without a reading waits for the device. So before the first batch with shared prefixes it is
+        done only in passes 1, 2, 4, 8 ...
 
         Args:
             returning: what the pass returns.
@@ -87,7 +85,7 @@ class Sharing:
         return read if self._found else None
 
     def _randomness(self, is_noisy: bool) -> str:
-        """Returns what is drawn at random for each row in training."""
+        """Returns what is drawn at random for each row in training; empty if nothing is."""
         if is_noisy:
             return "embeddings get noise (NEFTune)"
         for name, module, share in self._drops:
@@ -100,10 +98,11 @@ class Sharing:
         return ""
 
 
-def _of_batch(batch: Batch) -> str:
+def _further_column(batch: Batch) -> str:
+    """Returns that a batch has numbers of tokens that layers may compute from; empty if it has none."""
     tokens = tokens_of(batch)
     for name, value in batch.items():
         is_of_tokens = isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape and value.numel() > 1
         if is_of_tokens and name not in KNOWN_COLUMNS:
-            return f"the batch has {name}, which may differ"
+            return f"the batch has {name}, which may differ for equal tokens"
     return ""

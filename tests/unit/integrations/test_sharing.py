@@ -60,8 +60,8 @@ def test_random_models_share_nothing_while_they_train(change: Callable[[nn.Modul
         ("labels", torch.ones(2, 5), ""),
         ("position_ids", torch.ones(2, 5), ""),
         ("weights", torch.ones(2), ""),
-        ("kinds", torch.ones(2, 5), "the batch has kinds, which may differ"),
-        ("inputs", torch.ones(2, 5, 8), "the batch has inputs, which may differ"),
+        ("kinds", torch.ones(2, 5), "the batch has kinds, which may differ for equal tokens"),
+        ("inputs", torch.ones(2, 5, 8), "the batch has inputs, which may differ for equal tokens"),
     ],
 )
 def test_further_columns_of_tokens_are_not_shared(name: str, value: torch.Tensor, said: str) -> None:

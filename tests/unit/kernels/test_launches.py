@@ -1,6 +1,6 @@
 """Calls of a package that are recorded, and repeated on other tensors.
 
-The package runs on GPUs alone. The one made here has a function that chooses "compiled" kernels in the same way: it
+The package runs only on GPUs. The one made here has a function that chooses "compiled" kernels in the same way: it
 keeps them in a cache, makes tensors for sums, and launches several kernels in a call.
 """
 
