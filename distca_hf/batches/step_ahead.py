@@ -155,6 +155,6 @@ class StepAhead:
             self._planned[read] = AheadPlan(self._last_number, planned, self.shares, self.returning)
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
-    def take(self, read: ReadDocuments) -> "AheadPlan | None":
+    def take(self, read: ReadDocuments) -> AheadPlan | None:
         """Returns the plan of a micro-batch; None if it was not planned ahead, or was taken before."""
         return self._planned.pop(read, None)

@@ -44,7 +44,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Names that Transformers gives to the output projection.
 OUTPUTS = ("o_proj", "out_proj", "dense")
 # Norms of queries, keys and values. If a weight has the size of one head, each head is normalized by itself.
-NORMS = (*("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),)
+NORMS = ("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 SINKS = "sinks"
 # In the source of modules whose query projection also computes gates of the heads' outputs (Qwen3-Next).
 GATED = "self.head_dim * 2"
