@@ -186,7 +186,7 @@ class TileRegion:
         """Keeps detached aliases until `hold`: outputs have a history, which would hold the region."""
         self._calls.append(tuple(x.detach() for x in outputs))
 
-    def returned(self, output: torch.Tensor) -> bool:
+    def is_only_output(self, output: torch.Tensor) -> bool:
         """Returns whether this is the output of the only call, perhaps in another shape."""
         outputs = self._calls[0][0] if len(self._calls) == 1 else None
         return outputs is not None and (outputs.data_ptr(), outputs.numel()) == (output.data_ptr(), output.numel())

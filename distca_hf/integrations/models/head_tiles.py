@@ -189,9 +189,9 @@ class TiledAttention(TiledForward):
         self._check()
         x, args = (kwargs.pop("hidden_states"), args) if "hidden_states" in kwargs else (args[0], args[1:])
         if not torch.is_grad_enabled():
-            return self._project(*[self._run(part, x, *args, **kwargs) for part in self._parts(None)]), None
+            return self._project(*[self._run(part, x, *args, **kwargs) for part in self._parts(False)]), None
         outputs, versions = [], self.versions()
-        for part in self._parts(_SummedGradient()):
+        for part in self._parts(True):
             region = TileRegion()
             given = partial(self._run_kept, region, part, versions), x, *args
             outputs.append(checkpoint(*given, use_reentrant=False, context_fn=partial(runs_of, region), **kwargs))
@@ -219,7 +219,7 @@ class TiledAttention(TiledForward):
         output = self._run(part, x, *args, **kwargs)
         # A dropout that is skipped would shift the random numbers of the next one.
         drops = any(isinstance(one, nn.Dropout) and one.p for one in self.module.modules())
-        self._only_attends = not drops and region.returned(output)
+        self._only_attends = not drops and region.is_only_output(output)
         return output
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -253,11 +253,11 @@ class TiledAttention(TiledForward):
                 f"remove it, or leave {self.setting} out"
             )
 
-    def _parts(self, total: "_SummedGradient | None") -> list[nn.Module]:
+    def _parts(self, sums_gradient: bool) -> list[nn.Module]:
         """Returns the module once for each tile, with rows of its heads.
 
         Args:
-            total: sums gradients of the input; None if there are none.
+            sums_gradient: whether to sum gradients of the input.
         """
         module = self.module
         kv_heads = heads_of_tiles(_kv_heads(module), self.most)
@@ -269,9 +269,11 @@ class TiledAttention(TiledForward):
         of_tiles = {
             name: _rows_of(projection, rows(projection.out_features)) for name, projection in projections.items()
         }
-        if total is not None:
-            total.missing = total.parts = len(PROJECTIONS) * len(kv_heads)
-            of_tiles = {name: [partial(_summed, total, rows) for rows in each] for name, each in of_tiles.items()}
+        if sums_gradient:
+            total = _SummedGradient(len(PROJECTIONS) * len(kv_heads))
+            of_tiles = {
+                name: [partial(_summed, total, project) for project in each] for name, each in of_tiles.items()
+            }
         sinks: Any = getattr(module, SINKS, None)
         if sinks is not None:
             of_tiles[SINKS] = list(sinks.split(rows(len(sinks))))
@@ -318,12 +320,12 @@ def _rows_of(projection: Any, rows: list[int]) -> list[Callable[..., Any]]:
 class _SummedGradient:
     """Sum of an input's gradients of all projections in all tiles, in fp32 at least.
 
-    Attributes:
-        parts, missing: number of these gradients, and of those that are not in the sum yet.
+    Args:
+        parts: number of these gradients.
     """
 
-    def __init__(self) -> None:
-        self.parts = self.missing = 0
+    def __init__(self, parts: int) -> None:
+        self._parts = self._missing = parts
         self._total: torch.Tensor | None = None
 
     def add(self, dx: torch.Tensor) -> torch.Tensor | None:
@@ -332,10 +334,10 @@ class _SummedGradient:
             total = dx.to(accumulation_dtype(dx.dtype), copy=True)
         else:
             total = self._total.add_(dx)
-        self._total, self.missing = total, self.missing - 1
-        if self.missing:
+        self._total, self._missing = total, self._missing - 1
+        if self._missing:
             return None
-        self._total, self.missing = None, self.parts
+        self._total, self._missing = None, self._parts
         return total.to(dx.dtype)
 
 

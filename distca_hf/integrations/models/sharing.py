@@ -1,7 +1,7 @@
 """Sharing: whether documents that begin with the same tokens have the same hidden states there, so that layers may
 compute them once.
 
-They have, unless something is drawn at random for each row, or layers compute from more than tokens and positions.
+They have, unless something is drawn at random for each row, or a batch has more than tokens and positions.
 """
 
 import re
@@ -20,7 +20,7 @@ from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.integrations.models.weights_check import is_due
 
 
-# Entries of a model's config that make layers random; and entries that only classification heads read.
+# Settings of models that are probabilities of dropping something, or amounts of noise; and those of heads.
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
 # Columns of tokens that layers compute from, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "labels", "shift_labels"}
@@ -35,11 +35,14 @@ class Sharing:
     """
 
     def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch, is_multimodal: bool) -> None:
+        of_modules = [
+            (name, module, {"p", "drop_prob"} & vars(module).keys()) for name, module in root.named_modules()
+        ]
         self._drops = [
             (name, module, share)
-            for name, module in root.named_modules()
-            for share in ("p", "drop_prob")
-            if share in vars(module) and "drop" in type(module).__name__.lower()
+            for name, module, shares in of_modules
+            for share in shares
+            if "drop" in type(module).__name__.lower()
         ]
         self._config, self._refusal = transformers_model(root).config.get_text_config(), ""
         self._least_tokens, self._looks, self._found = config.shared_prefix_tokens, 0, False
@@ -56,7 +59,7 @@ class Sharing:
         Args:
             is_noisy: whether embeddings get noise.
         """
-        return self._refusal or _further_column(batch) or (self._randomness(is_noisy) if is_training else "")
+        return self._refusal or _of_batch(batch) or (self._randomness(is_noisy) if is_training else "")
 
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
@@ -85,7 +88,7 @@ class Sharing:
         return read if self._found else None
 
     def _randomness(self, is_noisy: bool) -> str:
-        """Returns what is drawn at random for each row in training; empty if nothing is."""
+        """Returns what is drawn at random for each row in training."""
         if is_noisy:
             return "embeddings get noise (NEFTune)"
         for name, module, share in self._drops:
@@ -98,7 +101,7 @@ class Sharing:
         return ""
 
 
-def _further_column(batch: Batch) -> str:
+def _of_batch(batch: Batch) -> str:
     """Returns that a batch has numbers of tokens that layers may compute from; empty if it has none."""
     tokens = tokens_of(batch)
     for name, value in batch.items():
