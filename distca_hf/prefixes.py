@@ -30,6 +30,7 @@ BLOCK_TOKENS = 64
 SEED = 45
 # Most prefixes that a document continues, one after the other: each is attended to in a call by itself.
 MOST_LEVELS = 8
+# More tokens than any documents share.
 NEVER = np.iinfo(np.int64).max
 
 

@@ -42,7 +42,7 @@ class Package:
         room = torch.empty(*a.shape, dtype=a.dtype)
         for key, kernel in (("double", self._double), ("write", self._write)):
             if key not in self.function.compile_cache:
-                a.reshape(-1)  # compilers look at tensors in ways of their own
+                a.reshape(-1)  # compilers look at tensors in other ways
                 self.function.compile_cache[key] = kernel
         self.function.compile_cache["double"](a.detach(), room, totals, factor, None)
         self.function.compile_cache["write"](room, out, totals, sums)
