@@ -64,7 +64,8 @@ class AheadPlan(NamedTuple):
     def fits(self, returning: Returning) -> bool:
         """Returns whether the plan fits what the pass returns; the same on all ranks.
 
-        If hidden states were expected, documents may share tokens that predict labels; other passes must not share these.
+        If hidden states were expected, documents may share tokens that predict labels; other passes must not share
+        them.
         """
         only_unlearnt = self.returning is not Returning.STATES or returning is Returning.STATES
         return only_unlearnt or self.planned.result().plan.layout.shared is None
