@@ -345,7 +345,7 @@ def divide_heads(key_value_heads: int) -> int:
 
 
 def heads_of_tiles(key_value_heads: int, most: int) -> list[int]:
-    """Returns the KV heads of each tile of at most so many, the larger ones first; one tile of all heads if `most` is
-    0."""
+    """Returns the number of KV heads of each tile, `most` or fewer, the larger tiles first; one tile of all heads if
+    `most` is 0."""
     tiles = -(-key_value_heads // most) if most else 1
     return [key_value_heads // tiles + (tile < key_value_heads % tiles) for tile in range(tiles)]

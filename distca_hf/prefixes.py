@@ -8,7 +8,7 @@ prefix once.
 
 Each token of this tree is a row of one document. Positions stay as they are: `answer 1` begins where the prompt ends.
 
-Equal prefixes are found by hashes of the first tokens: of the least number of tokens that is shared, and of every
+Equal prefixes are found by hashes of first tokens: of as many as a shared prefix has at least, and of every
 `BLOCK_TOKENS` more.
 """
 
@@ -23,13 +23,14 @@ import numpy as np
 from distca_hf.arrays import IntArray, offsets, ranges
 
 
-# Prefixes are compared at multiples of this many tokens after the shortest prefix that is shared. A continuation
-# computes fewer than this many tokens of its prefix again.
+# Prefixes are compared in steps of this many tokens, from the shortest one that is shared. So fewer than this many
+# equal tokens are computed again.
 BLOCK_TOKENS = 64
 # Seed of the factors of hashes: the same on all ranks.
 SEED = 45
-# Prefixes of prefixes, at most. Each is attended to by itself.
+# Most prefixes that a document continues, one after the other: each is attended to in a call by itself.
 MOST_LEVELS = 8
+# More tokens than any documents share.
 NEVER = np.iinfo(np.int64).max
 
 
@@ -43,10 +44,10 @@ def hashes_of(tokens: IntArray, document_tokens: IntArray, least_tokens: int) ->
     """Returns the hashes of documents, one document after the other; none of them is 0.
 
     Args:
-        tokens: `[tokens of all documents]` a number for each token, in which everything is that layers compute from.
+        tokens: `[tokens of all documents]` a number for each token, made of everything that layers compute from.
     """
-    # Sums of tokens x random factors, modulo 2 ** 64: other tokens have other sums but for a chance of 2 ** -64, or
-    # 2 ** (n - 64) if all tokens differ by multiples of 2 ** n.
+    # Sums of tokens x random factors, modulo 2 ** 64. Different tokens have equal sums with a chance of 2 ** -64, or
+    # 2 ** (n - 64) if all differences are multiples of 2 ** n.
     counts, first = num_hashes(document_tokens, least_tokens), offsets(document_tokens)
     factors = _factors(int(document_tokens.max(initial=1) - 1).bit_length())
     of_tokens = [factors[:length] for length in document_tokens.tolist()]  # quicker than an index
@@ -84,7 +85,7 @@ class SharedPrefixes:
 
     @classmethod
     def of_spans(cls, spans: Sequence[Sequence[Span]], order: Sequence[int] | IntArray) -> Self:
-        """Makes them from the spans of each document."""
+        """Makes shared prefixes from the spans of each document, and an order of documents."""
         flat = np.array([span for of_document in spans for span in of_document], dtype=np.int64).reshape(-1, 3)
         counts = np.array([len(of_document) for of_document in spans], dtype=np.int64)
         holder, start, stop = flat.T.copy()
@@ -96,9 +97,9 @@ class SharedPrefixes:
 
         Args:
             document_tokens: `[documents]` lengths.
-            hashes: of each document, of its first `least_tokens`, `least_tokens + BLOCK_TOKENS`, ... tokens, not of
-                all. Documents share a prefix if its hashes are equal and not 0.
-            least_tokens: tokens that a prefix has at least, beyond those that more documents share.
+            hashes: of each document, of its first `least_tokens`, `least_tokens + BLOCK_TOKENS`, ... tokens, but never
+                of all its tokens. Documents share a prefix if its hashes are equal and not 0.
+            least_tokens: fewest tokens of a prefix, beyond a shorter one that more documents share.
 
         Returns:
             None if no prefix is shared.

@@ -46,7 +46,7 @@ class LayerSize:
     tiles_heads: bool = True
 
     def kv_heads_of_tiles(self, tile_heads: int) -> list[int]:
-        """Returns the KV heads of each tile of attention, of at most so many; 0: one tile of all heads."""
+        """Returns the number of KV heads of each tile of attention, at most `tile_heads`; 0: one tile of all."""
         heads = 0 if self.heads is None else self.heads.key_value
         return heads_of_tiles(heads, tile_heads if self.tiles_heads else 0)
 

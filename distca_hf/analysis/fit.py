@@ -14,11 +14,11 @@ from distca_hf.layout import MAX_DOCUMENT_TOKENS
 
 # Tokens of a tile to suggest; tiles of this size were measured (docs/long-context.md).
 SUGGESTED_MLP_TOKENS = 16_384
-# KV heads of a tile to suggest: with fewer, what grows with all heads is most of the memory.
+# KV heads of a tile to suggest: with fewer, most of the memory is in tensors of all heads.
 SUGGESTED_KV_HEADS = 2
 # Most ranks to suggest, as a multiple of the given ones; and fewest tokens of a rank.
 MOST_TIMES_RANKS, FEWEST_TOKENS = 64, 1024
-# Most KV heads of a tile.
+# Most KV heads of a tile that options accept.
 MOST_HEADS = 4096
 # Most memory of a node, in GiB.
 MOST_HOST_GIB = 1_000_000

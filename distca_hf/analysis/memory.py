@@ -18,10 +18,10 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
 *Kept* is the input of every checkpointed layer, attention's output and log-sum-exps with
 `checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while
 its backward runs: in the MLP's backward or in attention's, whichever is more. Inside the MLP it grows with the tokens
-of a tile (`mlp_tokens`), not with T; attention holds the heads of a tile (`attention_kv_heads`), and so much of other
+of a tile (`mlp_tokens`), not with T. Attention holds only the heads of a tile (`attention_kv_heads`), also of other
 ranks' keys and values. Sizes of tensors are from Transformers' layers in bf16. An RMS norm saves an fp32 copy of its
-input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output. Kernels
-of attention sum gradients in fp32 first.
+input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
+Attention kernels sum gradients in fp32 first.
 
 "offloaded" (`checkpointed_attention="offload"`): inputs and outputs of all layers wait on the host. A GPU keeps those
 of two layers: the one whose backward runs, and the one before, which is fetched. With the state on the host

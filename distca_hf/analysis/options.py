@@ -22,9 +22,10 @@ _Checkpointing = Annotated[
         "(the same, in host memory), recomputed (only inputs) or none (everything)"
     ),
 ]
-_MlpTokens = Annotated[int, typer.Option(help="MLPs run on so many tokens at a time (mlp_tokens); 0: on all at once")]
+_MlpTokens = Annotated[int, typer.Option(help="most tokens on which MLPs run at a time (mlp_tokens); 0: all")]
 _AttentionKvHeads = Annotated[
-    int, typer.Option(help="attention runs on so many KV heads at a time (attention_kv_heads); 0: on all at once")
+    int,
+    typer.Option(help="most KV heads on which attention runs at a time (attention_kv_heads); 0: all"),
 ]
 _OffloadParams = Annotated[
     bool,

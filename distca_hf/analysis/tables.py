@@ -148,8 +148,8 @@ def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room
 
 
 def in_tiles(mlp_tokens: int, attention_kv_heads: int) -> str:
-    """Returns tokens on which MLPs run at a time, and heads of attention, as parts of a sentence; empty for all at
-    once."""
+    """Returns on how many tokens MLPs run at a time, and attention on how many heads, as parts of a sentence; empty
+    if they run on all."""
     mlps = f"MLPs on {counted(mlp_tokens, 'token')} at a time (--mlp-tokens); " if mlp_tokens else ""
     heads = f"attention on {counted(attention_kv_heads, 'KV head')} at a time (--attention-kv-heads); "
     return mlps + heads * bool(attention_kv_heads)

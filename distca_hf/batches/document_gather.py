@@ -3,8 +3,8 @@
     every gather            | documents of each batch | lengths | hashes of their beginnings |    filled up with zeros
     if any begin alike      | all hashes of these documents |
 
-Hashes are those of `prefixes`. A document that must not share its prefix has none, and 0 stands for tokens that must
-not be shared.
+`prefixes` says what is hashed. A document that must not share its prefix has no hashes; a hash of 0 stands for a
+prefix that must not be shared.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ class BatchDocuments(NamedTuple):
 
     Attributes:
         lengths: of each rank, the tokens of its documents.
-        hashes: of each document of all ranks, its hashes; none if no other one begins alike.
+        hashes: of each document of all ranks, its hashes, none of them if no other one begins alike; empty if no two
+            documents do.
     """
 
     lengths: list[IntArray]
@@ -39,6 +40,7 @@ class DocumentGather:
         batches: what this rank read from its batches.
         most_documents: documents of the rank that has most in all these batches.
         least_tokens: shortest prefix that documents share; 0: none is shared.
+        where: what is gathered, for errors.
     """
 
     def __init__(
@@ -114,8 +116,8 @@ def to_share(read: ReadDocuments, shares: bool, has_one_label: bool, least_token
 
     Args:
         shares: whether they may share prefixes.
-        has_one_label: whether a loss gets only one label of each token that is computed. Then only tokens that predict
-            no label to learn may be shared.
+        has_one_label: whether the loss gets one label for each computed token. Then only tokens that predict no label
+            to learn may be shared.
     """
     if read.hashes is None or not shares:
         return replace(read, hashes=None)
@@ -143,7 +145,7 @@ def _beginnings(read: ReadDocuments, least_tokens: int) -> IntArray:
 
 
 def _repeated(beginnings: Sequence[IntArray]) -> list[np.ndarray]:
-    """Returns of each rank the documents whose beginning, not 0, is also that of another document on any rank."""
+    """Returns for each rank which of its documents begin like another one on any rank; 0 is like no other."""
     joined = np.concatenate(beginnings)
     _, number, counts = np.unique(joined, return_inverse=True, return_counts=True)
     is_repeated = (counts[number] > 1) & (joined != 0)

@@ -8,7 +8,7 @@ Ranks agree and gather lengths before the pass. They make the plan when the deco
 what comes before it. If ranks without tokens take part, they make it at once, because it is posted to those ranks
 before any layer runs. A thread plans micro-batches that are known before their pass (`step_ahead`).
 
-Documents that begin alike share their prefix: it is a row of one of them (`prefixes`).
+Documents that begin alike share their prefix: its tokens are rows of one of them (`prefixes`).
 
 If a layer's state cannot travel between ranks, each rank needs its documents whole, in the order of its batch. Then
 tokens stay, and attention tasks move.
@@ -50,8 +50,11 @@ from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logge
 log = get_logger(__name__)
 
 # Why documents that begin alike do not share their prefix.
-LEARNT = "the tokens predict labels to learn, and the head runs on placed rows, which have one label each"
-EXTRA_RANKS = "ranks without tokens take part"
+LEARNT = (
+    "its tokens predict labels to learn, and the head runs on placed rows, which have one label each; set labels of "
+    "prompts to -100 to share them"
+)
+EXTRA_RANKS = "attention servers take part"
 
 
 class GivenPlanner:
@@ -222,7 +225,7 @@ class GivenPlanner:
         if begin_alike(read, tokens) and not begin_alike(shown_as, tokens):
             self._said_unshared = True
             why = unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
-            log.info("documents begin alike, and the beginning of each is computed by itself: %s", why)
+            log.info("documents begin alike, but layers compute the prefix again for each: %s", why)
 
     def _prepare_gathered(
         self, gather: DocumentGather, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None

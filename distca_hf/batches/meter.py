@@ -108,9 +108,9 @@ class MeterReading:
         waited_much = self.slowest_rank is not None and self.waited_seconds >= LITTLE_WAITING * seconds
         slow = f", mostly for rank {self.slowest_rank}" if waited_much else ""
         shared, tokens = totals.shared_tokens, totals.tokens
-        once = f", {shared:,} of them ({shared / tokens:.0%}) not computed twice" if shared else ""
+        saved = f" ({shared:,} of them, {shared / tokens:.0%}, saved by shared prefixes)" if shared else ""
         return (
-            f"{done}: {tokens:,} tokens{once} in {duration(seconds)}, {tokens / seconds:,.0f} per second; "
+            f"{done}: {tokens:,} tokens{saved} in {duration(seconds)}, {tokens / seconds:,.0f} per second; "
             f"{totals.balance}; waited {self.loader_wait_seconds / seconds:.1%} of the time for data, "
             f"{self.waited_seconds / seconds:.1%} for other ranks{slow}"
         )

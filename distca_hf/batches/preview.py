@@ -191,7 +191,7 @@ class RunReport:
                 if num_ranks > 1
                 else "layers compute their shared prefixes once"
             )
-            shared = f" ({facts.shared_tokens:,} of them not computed twice)" if facts.shared_tokens else ""
+            shared = f" ({facts.shared_tokens:,} of them saved by shared prefixes)" if facts.shared_tokens else ""
             return (
                 f"{ranks} {nodes}; your own batches: {moved}; first micro-batch: "
                 f"{count(facts.num_documents, 'document')}, {facts.num_tokens:,} tokens{shared}, longest "

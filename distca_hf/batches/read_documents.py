@@ -51,7 +51,7 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Factor of positions next to tokens: odd, so that none of its bits is lost.
+# Factor of positions in the number of a token: odd, so that no bit of a position is lost.
 POSITION_FACTOR = 0x4F1BBCDCBFA53E0B
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
@@ -172,7 +172,8 @@ class ReadDocuments:
         learns_nothing: whether the batch has labels, and all of them are ignored.
         checksum: checksum of tokens, labels and lengths; None if not requested.
         hashes: of the beginnings of documents (`prefixes.hashes_of`); None if these cannot be shared.
-        unlearnt: `[documents]` first tokens of each document that predict no label to learn; None without labels.
+        unlearnt: `[documents]` number of tokens at the beginning of each document that predict no label to learn; None
+            without labels.
     """
 
     lengths: IntArray | None
@@ -235,10 +236,10 @@ class DocumentReader:
     def _beginnings(
         self, batch: Batch, padded: PaddedRows | None, lengths: IntArray
     ) -> tuple[IntArray | None, IntArray | None]:
-        """Returns hashes of the beginnings of documents, of their tokens and positions; and their unlearnt tokens."""
+        """Returns `hashes` and `unlearnt` of `ReadDocuments`."""
         tokens, positions = batch.get("input_ids"), batch.get("position_ids")
-        has_rows = positions is None or positions.ndim == 2
-        if not self.shared_tokens or tokens is None or media_of(batch) or not has_rows:
+        has_one_position = positions is None or positions.ndim == 2
+        if not self.shared_tokens or tokens is None or media_of(batch) or not has_one_position:
             return None, None
 
         def numbers_of(column: torch.Tensor) -> IntArray:

@@ -62,7 +62,11 @@ class AheadPlan(NamedTuple):
     returning: Returning
 
     def fits(self, returning: Returning) -> bool:
-        """Returns whether the plan fits what the pass returns; the same on all ranks."""
+        """Returns whether the plan fits what the pass returns; the same on all ranks.
+
+        If hidden states were expected, documents may share tokens that predict labels; other passes must not share
+        them.
+        """
         only_unlearnt = self.returning is not Returning.STATES or returning is Returning.STATES
         return only_unlearnt or self.planned.result().plan.layout.shared is None
 
@@ -155,6 +159,6 @@ class StepAhead:
             self._planned[read] = AheadPlan(self._last_number, planned, self.shares, self.returning)
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
-    def take(self, read: ReadDocuments) -> "AheadPlan | None":
+    def take(self, read: ReadDocuments) -> AheadPlan | None:
         """Returns the plan of a micro-batch; None if it was not planned ahead, or was taken before."""
         return self._planned.pop(read, None)

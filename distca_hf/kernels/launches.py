@@ -1,4 +1,4 @@
-"""Launches: repeats what a function of FlashAttention 4 launched, without the function's Python.
+"""Launches: repeats what a function of FlashAttention 4 launched, without running its Python.
 
 In every call a function checks its tensors and chooses among kernels, which takes the host 80 to 130 µs. Launching
 what it chose takes 20 µs. The choice depends on dtypes, sizes, strides and alignment, and layers of a micro-batch
@@ -12,7 +12,7 @@ differ in none of them. So the first of alike calls is recorded, and the others 
 
 A call is not repeated if the function was seen to do anything else with a tensor, or if a tensor reached no launch.
 Before a kernel is used, its repeated calls are compared with the reference, too (`kernels.reference`). Recording takes
-about as long as four calls, so it pays from five alike layers.
+about as long as four calls, so it pays for models with five or more alike layers.
 """
 
 import threading
@@ -28,16 +28,22 @@ from torch.overrides import TorchFunctionMode
 
 # Functions of torch whose results are new tensors.
 MAKES_TENSORS = (torch.empty, torch.zeros)
-# Types that functions of torch return if they only read a property of a tensor.
-FACTS = (bool, int, float, tuple, torch.dtype, torch.device)
-# Calls that are remembered. Micro-batches of other sizes add more; then all are forgotten.
+# Types that functions of torch return if they only read properties of a tensor.
+PROPERTIES = (bool, int, float, tuple, torch.dtype, torch.device)
+# Most calls that are remembered. Micro-batches of other sizes add more; beyond this number all are forgotten.
 MOST_CALLS = 1024
 # The package copies tensors whose addresses are not multiples of this.
 ALIGNED_BYTES = 16
 
 
 class Launch(NamedTuple):
-    """A compiled kernel, its arguments, and which of them are tensors: their places, and numbers of tensors."""
+    """A launch of a compiled kernel.
+
+    Attributes:
+        kernel: the compiled kernel.
+        arguments: its arguments; None in place of tensors.
+        tensors: place among the arguments, and number, of each tensor.
+    """
 
     kernel: Callable[..., object]
     arguments: Sequence[object]
@@ -51,7 +57,7 @@ class Launches(NamedTuple):
     launches: Sequence[Launch]
 
     def repeat(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Launches the same on these tensors of a call."""
+        """Launches the same kernels on the tensors of another call."""
         numbered = [*tensors, *[make() for make in self.new_tensors]]
         for kernel, arguments, places in self.launches:
             given = [*arguments]
@@ -61,14 +67,14 @@ class Launches(NamedTuple):
 
 
 class RecordedCalls:
-    """Calls of a package's functions that were recorded.
+    """Records calls of a package's functions, and repeats them.
 
     Args:
         package: module whose functions keep compiled kernels in their attribute `compile_cache`. Without such
             functions nothing is recorded.
     """
 
-    # Of all instances: they replace attributes of the same functions.
+    # Shared by all instances: they replace attributes of the same functions.
     _recording = threading.Lock()
 
     def __init__(self, package: ModuleType) -> None:
@@ -136,7 +142,7 @@ class _Recorder(TorchFunctionMode):
             self._new_tensors.append(partial(func, *args, **(kwargs or {})))
         elif func is torch.Tensor.detach and id(args[0]) in self._numbers:
             self._numbers[id(result)] = self._numbers[id(args[0])]
-        elif not isinstance(result, FACTS) or _holds_tensor(result):
+        elif not isinstance(result, PROPERTIES) or _holds_tensor(result):
             self._can_repeat = False
         self._kept.append(result)
         return result

@@ -227,8 +227,8 @@ def rows_per_token(heads: IntArray, head_groups: int) -> IntArray:
 class Pieces(Ranges):
     """Ranges sorted by (document, head, start).
 
-    They cover every document once, except prefixes that other documents hold; and once per group if its heads are
-    divided.
+    They cover every document once, or once per group if its heads are divided, except for prefixes that other
+    documents hold.
 
     Attributes:
         owner: rank that holds the tokens.

@@ -6,8 +6,8 @@
 Both layouts hold the same documents. After the layers the same rows go the other way. In a padded batch, home rows
 have padding between them. Then places that count the padding say what is sent, and where results go.
 
-If documents share a prefix, only the rows of the document that holds it move in. Its results go home to all of them:
-once to each rank, which copies them. Their gradients are summed on the way back.
+If documents share a prefix, only its rows in the document that holds it move in. Their results go home to all these
+documents: once to each rank, which copies them. Gradients of the copies are summed on the way back.
 
     placed rows    | prompt | d0 | d1 |            rank 0       | d2 | d3 |      rank 1
     home rows      | prompt | d0 | prompt | d1 |   rank 0       | prompt | d2 | prompt | d3 |      rank 1
@@ -35,7 +35,7 @@ class RowCopies:
         more: `[other copies]` the second copies of rows, then the third ones, and so on.
         repeated: rows with several copies, ascending.
         more_in_repeated: `[other copies]` place of its row in `repeated`.
-        parts: second copies in `more`, third ones, and so on.
+        parts: slices of `more`: the second copies, the third ones, and so on.
     """
 
     rows: IntArray
@@ -70,7 +70,7 @@ class SharedHome:
     """The way home of the results of one rank, if documents share prefixes.
 
     Attributes:
-        sent: placed rows that it sends, by destination; a row may go to several ranks.
+        sent: placed rows that it sends, by destination; a row may go to several ranks, and is a copy for each.
         sent_counts, received_counts: `[ranks]` number of rows to and from each rank.
         copied: received rows, in the order of the home rows that get them.
         places: `[home rows]` their places in the batch.
@@ -141,7 +141,7 @@ class RowMoves:
         num_placed: rows that its layers compute, padding included.
         crosses: whether any rank receives a row from another one.
         is_padded: whether its batch has padding.
-        shared_home: the way of results home; None if they go back where their rows came from.
+        shared_home: the way of results home if documents share prefixes; otherwise None: they go where rows came from.
     """
 
     sent: IntArray
@@ -155,8 +155,8 @@ class RowMoves:
     shared_home: SharedHome | None = None
 
     @property
-    def change_rows(self) -> bool:
-        """Whether layers compute other rows than the batch has, in any order."""
+    def changes_rows(self) -> bool:
+        """Whether layers compute other rows than those of this rank's batch, whatever their order."""
         return self.is_padded or self.crosses or self.shared_home is not None
 
     @classmethod

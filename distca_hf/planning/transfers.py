@@ -24,7 +24,7 @@ they are prefixes of lines:
     chunk 0                                   | chunk 1
     | d1[0:5] all heads | d4[0:3] group 2 |   | d1[5:9] all heads | d2[0:6] all heads | d4[3:7] group 2 |
 
-A prefix that documents share is read from the document that holds it, once for all of them on a rank.
+Keys of a shared prefix are read from the document that holds them, once for all documents of a rank that continue it.
 """
 
 from dataclasses import dataclass, replace

@@ -112,8 +112,8 @@ def kept_in_regions(function: Callable[[*Inputs], Any]) -> Callable[[*Inputs], A
 
 
 def noted_in_tiles(call: Callable[[*Inputs], Output]) -> Callable[[*Inputs], Output]:
-    """Returns a function of an operator that shows its outputs to the region of a tile, if there is one. Selective
-    checkpointing around it may return outputs that it kept, and run no function below."""
+    """Wraps an operator: the region of a tile, if one runs, notes its outputs. It is the outermost wrapper because
+    selective checkpointing may return outputs that it kept, without running the operator."""
 
     def noting(*given: *Inputs) -> Output:
         if torch.compiler.is_dynamo_compiling():

@@ -165,8 +165,8 @@ class RetainingRegion:
 
 
 class TileRegion:
-    """Keeps the outputs of its calls as autograd keeps tensors of a graph. So any kind of checkpointing around it
-    drops them after forward, and has them again when backward comes."""
+    """Keeps the outputs of its calls as saved tensors of autograd. So checkpointing around it, of any kind, drops them
+    after forward, and restores them before backward."""
 
     def __init__(self) -> None:
         self._calls: list[Outputs] = []
@@ -180,21 +180,22 @@ class TileRegion:
             self._calls = [tuple(islice(tensors, size)) for size in self._sizes]
 
     def save(self, outputs: Outputs) -> None:
-        """Does nothing: `note` gets outputs of all calls, also of operators that run no function."""
+        """Does nothing: `note` is given the outputs of all calls, also those that selective checkpointing kept."""
 
     def note(self, outputs: Outputs) -> None:
         """Keeps detached aliases until `hold`: outputs have a history, which would hold the region."""
         self._calls.append(tuple(x.detach() for x in outputs))
 
-    def returned(self, output: torch.Tensor) -> bool:
-        """Returns whether an output is, perhaps in another shape, that of the only call."""
+    def is_only_output(self, output: torch.Tensor) -> bool:
+        """Returns whether this is the output of the only call, perhaps in another shape."""
         outputs = self._calls[0][0] if len(self._calls) == 1 else None
         return outputs is not None and (outputs.data_ptr(), outputs.numel()) == (output.data_ptr(), output.numel())
 
     def hold(self) -> None:
-        """Gives the outputs of all calls to autograd; called after forward."""
-        anchor = torch.empty(0, requires_grad=True)  # nothing else comes before: a history would hold the region
-        self._held = _Held.apply(anchor, *(x for outputs in self._calls for x in outputs))  # older torch frees with it
+        """Lets autograd save the outputs of all calls; called after forward."""
+        anchor = torch.empty(0, requires_grad=True)  # a tensor with a history would hold the region
+        # Kept whole, not only its node: older torch frees saved tensors with it.
+        self._held = _Held.apply(anchor, *(x for outputs in self._calls for x in outputs))
         self._sizes, self._calls = [len(outputs) for outputs in self._calls], []
 
     def take(self) -> Outputs:
@@ -204,7 +205,7 @@ class TileRegion:
 
 
 class _Held(torch.autograd.Function):
-    """Saves tensors for backward, which never comes."""
+    """Saves tensors; its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -235,7 +236,7 @@ def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs], of_s
 
 
 def retaining_run(run: RegionRun[Any] | None) -> RegionRun[RetainingRegion] | None:
-    """Returns the innermost run of a region that keeps received rows, among a run and those around it."""
+    """Returns the innermost run that keeps received rows: this one or one around it; None if there is none."""
     while run is not None and not isinstance(run.region, RetainingRegion):
         run = run.outer
     return run

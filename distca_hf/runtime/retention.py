@@ -56,8 +56,8 @@ class PassLayers(NamedTuple):
 
     Attributes:
         attention_calls: number of attention calls of the pass, as far as it is known before the first pass.
-        layer_masks: masks of the model's layers, each with the number of its layers. A layer that makes several calls
-            in tiles of heads counts as many.
+        layer_masks: masks of the model's layers, each with the number of its layers. A layer in tiles of heads counts
+            once for each tile.
         regions: regions whose attention is recomputed.
         layers_of_calls: number of the layer of each call, if layers make several in tiles of heads.
     """

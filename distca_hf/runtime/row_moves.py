@@ -5,7 +5,7 @@ gradients of results move in, gradients of inputs move home. Each rank takes par
 them.
 
 If documents share a prefix, its results are copied to all of them, and gradients of the copies are summed: in
-max(fp32, their dtype), in the order of home rows, then of ranks.
+max(fp32, their dtype), first on each rank in the order of its home rows, then in the order of ranks.
 
 Tensor ranks hold the same rows. Each sends its share of every row's bytes, and they join what they receive.
 """
@@ -78,7 +78,7 @@ class DeviceCopies:
 
     @classmethod
     def of(cls, indices: Sequence[torch.Tensor], copies: RowCopies) -> Self:
-        """Names the indices."""
+        """Takes the indices of these copies, in the order of `RowCopies.indices`."""
         rows, first, more, repeated, more_in_repeated = indices
         return cls(rows, first, more, RowSums(repeated, more[:0], more[:0], more_in_repeated, copies.parts))
 

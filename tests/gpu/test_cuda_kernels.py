@@ -161,7 +161,7 @@ def test_causal_mask_is_aligned_bottom_right(name: KernelName) -> None:
     assert (out - top_left).abs().max() > 0.1
 
 
-@pytest.mark.skipif(GENERATION != HOPPER, reason="calls are made in their own way on Hopper GPUs alone")
+@pytest.mark.skipif(GENERATION != HOPPER, reason="calls are made in their own way only on Hopper GPUs")
 @pytest.mark.parametrize(
     ("causal", "kv_heads", "calls_of_backward"),
     [(False, 8, 8), (False, 32, 1), (True, 8, 1)],

@@ -112,7 +112,7 @@ def differences(layout: Layout, mask: Mask, num_chunks: int, seed: int) -> list[
     tokens = int(layout.document_tokens.sum())
     q, k, v, dout = (torch.randn(tokens, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
 
-    # Every document by itself; outputs of its own rows alone are read.
+    # Every document by itself; only outputs of its own rows are read.
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     lengths = seen_apart(layout.document_tokens.tolist(), mask)
     of_all = [x[torch.cat(rows)] for x in inputs]

@@ -177,7 +177,7 @@ class DecoderBorders:
             PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_columns_of`.
         """
         moves, given = plan.planned.moves, {**batch}
-        if moves is None or not moves.on_host.change_rows:
+        if moves is None or not moves.on_host.changes_rows:
             return None
         tokens = tokens_of(given)
         batch_size, length = tokens.shape

@@ -6,11 +6,12 @@
 
 A tile has some KV heads and the query heads that share them: the module's own forward runs with their rows of the
 projections' weights, and without the output projection, which runs once on all heads. Tiles are checkpointed one by
-one. Their attention outputs are kept (`runtime.regions.TileRegion`), so only one tile's queries, keys and values are
-computed again at a time. Recomputation of a layer that kept attention outputs does not compute any, so that tiles cost
-no time. Gradients of the input are summed in fp32.
+one. Their attention outputs are kept (`runtime.regions.TileRegion`), and backward computes queries, keys and values
+again for one tile at a time. If a checkpointed layer keeps its attention outputs, its recomputation runs no tile, so
+tiles cost no time. Gradients of the input are summed in fp32.
 
-Modules are known to work in tiles if their forward uses only attributes in `KNOWN`, and weights have rows of heads.
+A module can run in tiles if its forward uses only attributes in `KNOWN`, and each row of its weights belongs to one
+head.
 """
 
 import ast
@@ -42,10 +43,10 @@ log = get_logger(__name__)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Names that Transformers gives to the output projection.
 OUTPUTS = ("o_proj", "out_proj", "dense")
-# Norms of queries, keys and values. If a weight has the numbers of one head, each head is normalized by itself.
-NORMS = (*("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),)
+# Norms of queries, keys and values. If a weight has the size of one head, each head is normalized by itself.
+NORMS = ("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 SINKS = "sinks"
-# In the source of modules whose query projection gives each head a gate of its output (Qwen3-Next).
+# In the source of modules whose query projection also computes gates of the heads' outputs (Qwen3-Next).
 GATED = "self.head_dim * 2"
 # Dropout after the output projection; it must be 0.
 DROPOUTS = ("residual_dropout", "resid_dropout")
@@ -58,7 +59,7 @@ PLAIN = (
 )
 KNOWN = frozenset({*PROJECTIONS, *OUTPUTS, *NORMS, SINKS, *DROPOUTS, *PLAIN})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Functions that may get the module itself.
+# Functions to which a forward may pass the module itself.
 TAKE_MODULE = ("attention_interface", "hasattr")
 
 
@@ -70,7 +71,7 @@ def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
     """
     layers, setting = attention_layers(model), f"{TiledAttention.setting}={most}"
     if heads_divided_by(model) > 1:
-        raise ConfigError(f"{setting}: tensor ranks divide the heads of this model already; leave one of both out")
+        raise ConfigError(f"{setting}: tensor ranks divide the heads of this model already; leave out one of the two")
     for name, layer in layers.items():
         reason = next(head_refusals(layer), None)
         if reason is not None:
@@ -82,7 +83,7 @@ def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
     if not tiled:
         heads = max(map(_kv_heads, layers.values()), default=0)
         raise ConfigError(
-            f"{setting}: no layer of {type(model).__name__} has more than {heads} KV heads, and there is nothing to "
+            f"{setting}: no layer of {type(model).__name__} has more than {heads} KV heads, so there is nothing to "
             f"divide; set it below {heads}, or leave it out"
         )
     log.info("attention of %d of %d layers runs in tiles of at most %d KV heads", len(tiled), len(layers), most)
@@ -108,7 +109,8 @@ def head_refusals(layer: nn.Module) -> Iterator[str]:
     projections = {name: getattr(layer, name) for name in PROJECTIONS}
     for name, projection in projections.items():
         if not _is_linear(projection):
-            yield f"has a {type(projection).__name__} as {name}, not a linear layer, with or without LoRA"
+            kind = type(projection).__name__
+            yield f"has a {kind} as {name}, which is neither a linear layer nor one with plain LoRA"
             return
     head_dim, (q, k, v) = int(layer.head_dim), (one.out_features for one in projections.values())  # type: ignore[arg-type]
     output = getattr(_output(layer), "in_features", q)
@@ -122,7 +124,7 @@ def head_refusals(layer: nn.Module) -> Iterator[str]:
         shape, part = tuple(weight.shape), name.partition(".")[0]
         right = {SINKS: (output // head_dim,)} | dict.fromkeys(NORMS, (head_dim,))
         if part in right and shape != right[part]:
-            yield f"has {name} of shape {shape}, which is not {right[part]}: it is of all heads together"
+            yield f"has {name} of shape {shape}, which is not {right[part]}: it acts on all heads together"
     for name in DROPOUTS:
         dropout = getattr(layer, name, 0.0)
         if getattr(dropout, "p", dropout):
@@ -131,8 +133,8 @@ def head_refusals(layer: nn.Module) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _used(forward: Function) -> frozenset[str]:
-    """Returns names of the attributes that a forward function uses, of its module and of its configuration; and "self"
-    if it passes the module on."""
+    """Returns names of the attributes that a forward function reads from its module and its configuration; also "self"
+    if it passes the module to a function that is not in `TAKE_MODULE`."""
     nodes = list(syntax_of(forward))
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     own = {node.attr for node in attributes if ast.unparse(node.value) == "self"}
@@ -166,11 +168,12 @@ class TiledAttention(TiledForward):
     """The function of an attention module that runs in tiles of at most `most` KV heads."""
 
     setting = "attention_kv_heads"
+    # Whether a tile returns the output of its only attention call, without gates, and nothing in it drops at random.
     _only_attends = False
 
     @hidden_from_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Runs the module. Outside of training, with a cache, which has all heads, it runs on all of them.
+        """Runs the module in tiles; with a cache, outside of training, on all heads, because a cache has all of them.
 
         Raises:
             ConfigError: the module has parts that act on all heads, or results of them.
@@ -186,21 +189,24 @@ class TiledAttention(TiledForward):
         self._check()
         x, args = (kwargs.pop("hidden_states"), args) if "hidden_states" in kwargs else (args[0], args[1:])
         if not torch.is_grad_enabled():
-            return self._project(*[self._run(part, x, *args, **kwargs) for part in self._parts(None)]), None
+            return self._project(*[self._run(part, x, *args, **kwargs) for part in self._parts(False)]), None
         outputs, versions = [], self.versions()
-        for part in self._parts(_SummedGradient()):
+        for part in self._parts(True):
             region = TileRegion()
             given = partial(self._run_kept, region, part, versions), x, *args
             outputs.append(checkpoint(*given, use_reentrant=False, context_fn=partial(runs_of, region), **kwargs))
             region.hold()
-        # Outputs of tiles are kept anyway. All of them together are needed once more, and only for a moment.
+        # Outputs of tiles are kept anyway; checkpointing avoids keeping a joined copy of them.
         return checkpoint(self._project, *outputs, use_reentrant=False), None
 
     def _run_kept(
         self, region: TileRegion, part: nn.Module, versions: Versions, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Runs a tile in forward or in its recomputation. A recomputed layer that kept attention outputs needs nothing
-        else of a tile, whose own recomputation follows."""
+        """Runs a tile, in forward or in its recomputation.
+
+        If the enclosing layer is recomputed and kept its attention outputs, it needs nothing else of a tile: they are
+        returned. The tile is recomputed later, in its backward.
+        """
         self.check_versions(versions)
         run = current_run()
         assert run is not None
@@ -211,9 +217,9 @@ class TiledAttention(TiledForward):
             region.note(outputs)
             return _Again.apply(torch.empty(0, requires_grad=True), outputs[0].view(*x.shape[:-1], -1))
         output = self._run(part, x, *args, **kwargs)
-        # Numbers that dropout does not draw would be drawn by the next one.
+        # A dropout that is skipped would shift the random numbers of the next one.
         drops = any(isinstance(one, nn.Dropout) and one.p for one in self.module.modules())
-        self._only_attends = not drops and region.returned(output)
+        self._only_attends = not drops and region.is_only_output(output)
         return output
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -221,7 +227,7 @@ class TiledAttention(TiledForward):
         returned = type(self.module).forward(part, *args, **kwargs)
         if not isinstance(returned, tuple) or len(returned) != 2 or returned[1] is not None:
             raise ConfigError(
-                f"{self.setting}={self.most}: {type(self.module).__name__} returns something else than a tuple of its "
+                f"{self.setting}={self.most}: {type(self.module).__name__} does not return a tuple of its "
                 f"output and None; leave {self.setting} out"
             )
         output: torch.Tensor = returned[0]
@@ -244,14 +250,14 @@ class TiledAttention(TiledForward):
         if what:
             raise ConfigError(
                 f"{self.setting}={self.most}: {type(self.module).__name__} has {what}, which would act on all heads; "
-                f"take it away, or leave {self.setting} out"
+                f"remove it, or leave {self.setting} out"
             )
 
-    def _parts(self, total: "_SummedGradient | None") -> list[nn.Module]:
+    def _parts(self, sums_gradient: bool) -> list[nn.Module]:
         """Returns the module once for each tile, with rows of its heads.
 
         Args:
-            total: sums gradients of the input; None if there are none.
+            sums_gradient: whether to sum gradients of the input.
         """
         module = self.module
         kv_heads = heads_of_tiles(_kv_heads(module), self.most)
@@ -263,9 +269,11 @@ class TiledAttention(TiledForward):
         of_tiles = {
             name: _rows_of(projection, rows(projection.out_features)) for name, projection in projections.items()
         }
-        if total is not None:
-            total.missing = total.parts = len(PROJECTIONS) * len(kv_heads)
-            of_tiles = {name: [partial(_summed, total, rows) for rows in each] for name, each in of_tiles.items()}
+        if sums_gradient:
+            total = _SummedGradient(len(PROJECTIONS) * len(kv_heads))
+            of_tiles = {
+                name: [partial(_summed, total, project) for project in each] for name, each in of_tiles.items()
+            }
         sinks: Any = getattr(module, SINKS, None)
         if sinks is not None:
             of_tiles[SINKS] = list(sinks.split(rows(len(sinks))))
@@ -281,19 +289,19 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(total: "_SummedGradient", project: Callable[..., Any], x: torch.Tensor) -> Any:
-    """Returns a projection of the input, whose gradient is summed."""
+    """Returns a projection of the input, and lets `total` sum the gradient of the input."""
     return project(_Input.apply(x, total))
 
 
 def _with(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
-    """Returns a module that has some other attributes, and otherwise the same ones."""
+    """Returns a shallow copy of a module with some attributes replaced."""
     part = object.__new__(type(module))
     vars(part).update(vars(module), **attributes)
     return part
 
 
 def _rows_of(projection: Any, rows: list[int]) -> list[Callable[..., Any]]:
-    """Returns a linear layer once for each number of consecutive rows."""
+    """Splits a linear layer, perhaps with LoRA, into layers with these numbers of consecutive rows."""
     if type(projection) is nn.Linear:
         biases: Any = [None] * len(rows) if projection.bias is None else projection.bias.split(rows)
         weights = projection.weight.split(rows)
@@ -312,12 +320,12 @@ def _rows_of(projection: Any, rows: list[int]) -> list[Callable[..., Any]]:
 class _SummedGradient:
     """Sum of an input's gradients of all projections in all tiles, in fp32 at least.
 
-    Attributes:
-        parts, missing: number of these gradients, and of those that are not in the sum yet.
+    Args:
+        parts: number of these gradients.
     """
 
-    def __init__(self) -> None:
-        self.parts = self.missing = 0
+    def __init__(self, parts: int) -> None:
+        self._parts = self._missing = parts
         self._total: torch.Tensor | None = None
 
     def add(self, dx: torch.Tensor) -> torch.Tensor | None:
@@ -326,15 +334,15 @@ class _SummedGradient:
             total = dx.to(accumulation_dtype(dx.dtype), copy=True)
         else:
             total = self._total.add_(dx)
-        self._total, self.missing = total, self.missing - 1
-        if self.missing:
+        self._total, self._missing = total, self._missing - 1
+        if self._missing:
             return None
-        self._total, self.missing = None, self.parts
+        self._total, self._missing = None, self._parts
         return total.to(dx.dtype)
 
 
 class _Again(torch.autograd.Function):
-    """Gives an output that was kept a history, as it has in forward."""
+    """Gives a kept output a node in the graph, as it has in forward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -346,7 +354,7 @@ class _Again(torch.autograd.Function):
 
 
 class _Input(torch.autograd.Function):
-    """Gives the input to a projection."""
+    """Passes the input to a projection, and its gradient to the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, total: _SummedGradient) -> torch.Tensor:

@@ -38,7 +38,7 @@ KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
 
 
 class Sharing:
-    """Says why documents of a model's batches must not share prefixes.
+    """Decides whether documents of a model's batches may share prefixes.
 
     Args:
         mixers: layers of the model that carry a state.
@@ -68,9 +68,10 @@ class Sharing:
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
     ) -> ReadDocuments | None:
-        """Returns what was read of a batch that trains on one rank; None while no batch had documents to share.
+        """Returns what was read of a batch that trains on one rank; None as long as no batch had prefixes to share.
 
-        Without a reading this waits for the device. Before the first such batch it looks only at passes 1, 2, 4, 8 ...
+        Reading a batch without a reading waits for the device. So before the first batch with shared prefixes it is
+        done only in passes 1, 2, 4, 8 ...
 
         Args:
             returning: what the pass returns.
@@ -128,9 +129,10 @@ def _is_dropout(of: Hashable) -> bool:
 
 
 def _of_batch(batch: Batch) -> str:
+    """Returns that a batch has numbers of tokens that layers may compute from; empty if it has none."""
     tokens = tokens_of(batch)
     for name, value in batch.items():
         is_of_tokens = isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape and value.numel() > 1
         if is_of_tokens and name not in KNOWN_COLUMNS:
-            return f"the batch has {name}, which may differ"
+            return f"the batch has {name}, which may differ for equal tokens"
     return ""

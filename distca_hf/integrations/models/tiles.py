@@ -1,4 +1,4 @@
-"""Tiles: modules of decoder layers do a part of their work at a time, so that what is inside them takes little memory.
+"""Tiles: modules of decoder layers do a part of their work at a time, so that their inner tensors take little memory.
 
 `mlp_tiles` and `head_tiles` say how.
 """
@@ -52,7 +52,7 @@ class TiledForward(ABC):
             )
 
     def versions(self) -> Versions:
-        """Returns weights, and what differs after they were changed, or if others are trained (another adapter)."""
+        """Returns all weights, with what differs once they are changed, or others are trained (another adapter)."""
         parts = [vars(part) for part in self.module.modules()]  # FSDP1 makes weights plain attributes
         weights = [weight for own in parts for weight in (*own["_parameters"].values(), own.get("weight"))]
         return [(weight, weight._version, weight.requires_grad) for weight in weights if weight is not None]
@@ -76,7 +76,7 @@ def tile(modules: Iterable[nn.Module], kind: type[TiledForward], most: int) -> N
 
 
 def untile(modules: Iterable[nn.Module]) -> None:
-    """Restores the functions of all tiled ones among some modules."""
+    """Restores the functions of modules that run in tiles; leaves others as they are."""
     for module in modules:
         own = vars(module).get("forward")
         if isinstance(own, TiledForward):

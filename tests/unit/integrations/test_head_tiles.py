@@ -471,7 +471,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "one KV head": (
         LlamaConfig(**{**SIZES, "num_key_value_heads": 1}),
-        "no layer of LlamaForCausalLM has more than 1 KV heads, and there is nothing to divide",
+        "no layer of LlamaForCausalLM has more than 1 KV heads, so there is nothing to divide",
     ),
 }
 
@@ -486,7 +486,7 @@ def test_other_modules_are_refused_before_the_first_step(name: str) -> None:
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"use_rslora": True}])
 def test_only_plain_adapters_are_accepted(settings: dict[str, bool]) -> None:
     if "use_dora" in settings:
-        with pytest.raises(ConfigError, match="as q_proj, not a linear layer, with or without LoRA"):
+        with pytest.raises(ConfigError, match="as q_proj, which is neither a linear layer nor one with plain LoRA"):
             tiled(adapted(**settings))
     else:
         assert_equal(gradients(tiled(adapted(**settings))), gradients(whole(adapted(**settings))))

@@ -134,8 +134,8 @@ def test_one_rank_trains_on_batches_that_ranks_cannot_place(change: str) -> None
         ("labels", torch.ones(2, 5), ""),
         ("position_ids", torch.ones(2, 5), ""),
         ("weights", torch.ones(2), ""),
-        ("kinds", torch.ones(2, 5), "the batch has kinds, which may differ"),
-        ("inputs", torch.ones(2, 5, 8), "the batch has inputs, which may differ"),
+        ("kinds", torch.ones(2, 5), "the batch has kinds, which may differ for equal tokens"),
+        ("inputs", torch.ones(2, 5, 8), "the batch has inputs, which may differ for equal tokens"),
     ],
 )
 def test_further_columns_of_tokens_are_not_shared(name: str, value: torch.Tensor, said: str) -> None:

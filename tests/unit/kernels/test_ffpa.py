@@ -1,6 +1,6 @@
 """ffpa-attn for wide heads: what its functions are given, where results are written, and what is refused.
 
-The package runs on GPUs alone. Here functions with the parameters of its own compute by the reference.
+The package runs only on GPUs. Here functions with the parameters of its own compute by the reference.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """FlashAttention 4's calls on long prefixes: which heads a call has, and whether they are packed.
 
-The package runs on GPUs alone. Here functions of the same names note their calls, and compute by the reference.
+The package runs only on GPUs. Here functions of the same names note their calls, and compute by the reference.
 """
 
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 """Calls of a package that are recorded, and repeated on other tensors.
 
-The package runs on GPUs alone. The one made here has a function that chooses "compiled" kernels in the same way: it
+The package runs only on GPUs. The one made here has a function that chooses "compiled" kernels in the same way: it
 keeps them in a cache, makes tensors for sums, and launches several kernels in a call.
 """
 
@@ -42,7 +42,7 @@ class Package:
         room = torch.empty(*a.shape, dtype=a.dtype)
         for key, kernel in (("double", self._double), ("write", self._write)):
             if key not in self.function.compile_cache:
-                a.reshape(-1)  # compilers look at tensors in ways of their own
+                a.reshape(-1)  # compilers look at tensors in other ways
                 self.function.compile_cache[key] = kernel
         self.function.compile_cache["double"](a.detach(), room, totals, factor, None)
         self.function.compile_cache["write"](room, out, totals, sums)

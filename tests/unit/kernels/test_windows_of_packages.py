@@ -1,6 +1,6 @@
 """How windows and softcap are handed to attention packages: what each function computes of them, by its own rules.
 
-The packages run on GPUs alone. Here functions of the same names compute by a dense mask, which they make of their
+The packages run only on GPUs. Here functions of the same names compute by a dense mask, which they make of their
 arguments as the packages do.
 """
 
