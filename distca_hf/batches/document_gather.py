@@ -17,7 +17,7 @@ import numpy as np
 from distca_hf.arrays import IntArray, as_int_array, offsets, ranges
 from distca_hf.batches.read_documents import ReadDocuments
 from distca_hf.comm.transport import Transport
-from distca_hf.prefixes import BLOCK_TOKENS, num_hashes
+from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, num_hashes
 
 
 class BatchDocuments(NamedTuple):
@@ -132,6 +132,15 @@ def to_share(read: ReadDocuments, shares: bool, has_one_label: bool, least_token
 def begin_alike(read: ReadDocuments, least_tokens: int) -> bool:
     """Returns whether any documents of a batch begin alike."""
     return bool(_repeated([_beginnings(read, least_tokens)])[0].any())
+
+
+def saved_share(read: ReadDocuments, least_tokens: int) -> float:
+    """Returns the share of the tokens of a batch with hashes that its documents share with others of it."""
+    lengths = read.known_lengths
+    assert read.hashes is not None  # or no documents begin alike
+    hashes = np.split(read.hashes, np.cumsum(num_hashes(lengths, least_tokens))[:-1])
+    shared = SharedPrefixes.find(lengths, hashes, least_tokens)
+    return 0.0 if shared is None else float(shared.first_own.sum() / lengths.sum())
 
 
 def _beginnings(read: ReadDocuments, least_tokens: int) -> IntArray:

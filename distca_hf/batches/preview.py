@@ -39,11 +39,11 @@ class Preview:
     """Some micro-batches of a training.
 
     Attributes:
-        tokens, pairs: `[micro-batches]` of all ranks; a pair of a query and a key counts once for all heads. If layers
-            attend with several masks, pairs are means over layers.
-        imbalance_before, imbalance: `[micro-batches]` attended pairs of the busiest rank over the mean: as documents
-            came, and as ranks compute them. With servers the latter is the longest time over the time of an even
-            split.
+        tokens, pairs: `[micro-batches]` that all ranks compute; a pair of a query and a key counts once for all heads.
+            If layers attend with several masks, pairs are means over layers.
+        imbalance_before, imbalance: `[micro-batches]` attended pairs of the busiest rank over the mean that ranks
+            compute: as documents came, and as ranks compute them. With servers the latter is the longest time over the
+            time of an even split.
         speeds: relative speeds of all ranks, attention servers last; empty without servers.
         given: totals of a given micro-batch; None if batches are placed.
     """
@@ -62,10 +62,11 @@ class Preview:
         Args:
             flops: operations of the model; None if they are not known.
         """
+        saved = sum(facts.work_before) / max(1, sum(facts.work)) if facts.shared_tokens else 1.0
         return cls(
-            tokens=np.array([facts.num_tokens]),
+            tokens=np.array([facts.num_tokens - facts.shared_tokens]),
             pairs=np.array([sum(facts.work) / facts.rows_per_token]),
-            imbalance_before=np.array([facts.imbalance_before]),
+            imbalance_before=np.array([facts.imbalance_before * saved]),
             imbalance=np.array([facts.imbalance]),
             speeds=facts.speeds,
             given=PlanTotals().plus(facts, flops),
@@ -233,9 +234,12 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
     if cost is not None:
         share = cost.attention_share(preview.tokens.sum(), preview.pairs.sum())
         words.append(f"attention is about {share:.0%} of a step")
-        if num_ranks > 1 or preview.speeds:
-            given, imbalances = preview.given, (preview.imbalance_before, imbalance_after)
+        given, imbalances = preview.given, (preview.imbalance_before, imbalance_after)
+        if num_ranks > 1 or preview.speeds or (given is not None and given.shared_tokens):
             of_tokens = () if given is None else (given.token_imbalance_before, given.token_imbalance)
+            if given is not None and given.shared_tokens:  # before, ranks computed them, too
+                saved = given.tokens / (given.tokens - given.shared_tokens)
+                of_tokens = given.token_imbalance_before * saved, given.token_imbalance
             speed_up = cost.speed_up(preview.tokens, preview.pairs, *imbalances, *of_tokens)
             of_placed = f"steps should be {speed_up:.2f} times as fast as packed in order"
             of_rows = f"layers should be {speed_up:.2f} times as fast as without"  # the head may stay

@@ -234,6 +234,18 @@ def test_one_rank_computes_shared_prefixes_once(name: str) -> None:
     plugin.close()
 
 
+def test_one_rank_moves_no_rows_for_less_than_a_tenth_of_its_tokens() -> None:
+    plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+    model = distca_hf.enable(Case([], 0).model("distca"), plugin)
+    planned = []
+    for answers in ((60, 70), (50, 60), (60, 70)):  # 16 of 164, of 144, of 164 tokens are shared
+        own_loss(model, padded(continuing(PROMPT[: LEAST_TOKENS + 1], *answers))).backward()
+        planner = watch_of(model).planner
+        planned.append(0 if planner is None else len(planner.history))
+    assert planned == [0, 1, 1]
+    plugin.close()
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
     by_rank = run_ranks(world, _train, tmp_path, list(CASES))

@@ -15,7 +15,7 @@ from torch import nn
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.document_gather import begin_alike, to_share
+from distca_hf.batches.document_gather import begin_alike, saved_share, to_share
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, reading_of
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
@@ -33,6 +33,8 @@ log = get_logger(__name__)
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
 # Columns of tokens that layers compute from, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "labels", "shift_labels"}
+# Share of the tokens of a batch that one rank must save: its rows do not move otherwise.
+LEAST_SAVED = 0.1
 # Packages whose forward functions give layers the tokens of the batch.
 KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
 
@@ -50,6 +52,7 @@ class Sharing:
         self._before_layers = dict.fromkeys((model, backbone_of(model), model.get_input_embeddings()))
         self._config, self._refusal = model.config.get_text_config(), ""
         self._least_tokens, self._looks, self._found = config.shared_prefix_tokens, 0, False
+        self._passes, self._modules = 0, list[nn.Module]()
         if not config.shared_prefix_tokens:
             self._refusal = "shared_prefix_tokens is 0"
         elif mixers.need_whole or mixers.halo_tokens is not None:
@@ -68,10 +71,11 @@ class Sharing:
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
     ) -> ReadDocuments | None:
-        """Returns what was read of a batch that trains on one rank; None as long as no batch had prefixes to share.
+        """Returns what was read of a batch that trains on one rank; None if sharing saves less than a tenth of its
+        tokens: rows move for it, which takes memory.
 
-        Reading a batch without a reading waits for the device. So before the first batch with shared prefixes it is
-        done only in passes 1, 2, 4, 8 ...
+        Reading a batch without a reading waits for the device. So before the first batch that pays it is done only in
+        passes 1, 2, 4, 8 ...
 
         Args:
             returning: what the pass returns.
@@ -92,18 +96,23 @@ class Sharing:
         if read.lengths is None:
             return None
         shared = to_share(read, True, returning is not Returning.STATES, self._least_tokens)
-        self._found |= begin_alike(shared, self._least_tokens)
-        return read if self._found else None
+        pays = begin_alike(shared, self._least_tokens) and saved_share(shared, self._least_tokens) >= LEAST_SAVED
+        self._found |= pays
+        return read if pays else None
 
     def _of_modules(self, is_noisy: bool, is_training: bool) -> str:
-        """Returns what may compute other numbers for equal tokens. Modules may have changed since the last pass."""
+        """Returns what may compute other numbers for equal tokens. Modules may have changed since the last pass; new
+        ones are looked for in passes 1, 2, 4, 8 ..."""
+        self._passes += 1
+        if is_due(self._passes):
+            self._modules = list(self._root.modules())
         for part in self._before_layers:
             runs = inspect.unwrap(vars(part).get("forward", type(part).forward))
             runs = getattr(runs, "__func__", runs)
             written = getattr(runs, "__module__", None) or type(runs).__module__
             if written.partition(".")[0] not in KNOWN_FORWARDS:
                 return f"forward of {type(part).__name__}, of {written}, may change tokens before layers see them"
-        for module in self._root.modules():
+        for module in self._modules:
             if (module._forward_hooks or module._forward_pre_hooks) and (written := unknown_hook(module)):
                 return f"a hook of {written} on a {type(module).__name__} may compute something of each row"
             if not is_training or not module.training or not _is_dropout(type(module)):  # type: ignore[arg-type]

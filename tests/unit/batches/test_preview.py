@@ -183,6 +183,24 @@ def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
     assert given.step_imbalance == pytest.approx(2 * 222 / 414)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_speed_up_counts_what_shared_prefixes_save(num_ranks: int) -> None:
+    facts = PlanFacts(
+        num_documents=3,
+        longest_document_tokens=5,
+        work=(16, 16),
+        work_before=(36, 12),
+        key_rows_sent=(0, 0),
+        rows_per_token=2,
+        num_tokens=9,
+        shared_tokens=3,
+    ).with_tokens(HOME, HOME)
+    # Matrices of 9 and 6 tokens, unevenly divided as 10 to 9, and attention of 2 x 18 and 2 x 8 pairs.
+    before, after = 6 * 9 * 10 / 9 + 0.7 * 36, 6 * 6 * 10 / 9 + 0.7 * 16
+    line = second_line(Preview.of(facts), COST, num_ranks, "seen")
+    assert f"layers should be {before / after:.2f} times as fast as without" in line
+
+
 def test_head_counts_where_it_computes() -> None:
     """One weight of ten is the head's: it computes tokens of the batch, or those that layers computed."""
     facts = PlanFacts(2, 6, work=(10, 10), work_before=(18, 2), key_rows_sent=(0, 0), num_tokens=8)
