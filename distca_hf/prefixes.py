@@ -104,18 +104,24 @@ class SharedPrefixes:
         Returns:
             None if no prefix is shared.
         """
-        known = np.array([len(of_document) for of_document in hashes], dtype=np.int64)
-        table = np.zeros((len(hashes), int(known.max(initial=0)) + 1), dtype=np.int64)
-        table[np.repeat(np.arange(len(hashes)), known), ranges(0, known)] = np.concatenate([*hashes, known[:0]])
-        order = np.argsort(table.view(f"V{table.shape[1] * table.itemsize}").ravel(), kind="stable")
+        counts = np.array([len(of_document) for of_document in hashes], dtype=np.int64)
+        if np.count_nonzero(counts) < 2:
+            return None
+        # A row for each document with hashes; what only the longest one has is shared with none.
+        hashed, columns = np.flatnonzero(counts), int(np.partition(counts, -2)[-2])
+        known = np.minimum(counts[hashed], columns)
+        table = np.zeros((len(hashed), columns), dtype=np.int64)
+        for row, document in enumerate(hashed.tolist()):
+            table[row, : known[row]] = hashes[document][: known[row]]
+        order = np.argsort(table.view(f"V{columns * table.itemsize}").ravel(), kind="stable")
         equal = (table[order[1:]] == table[order[:-1]]) & (table[order[1:]] != 0)
         blocks = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
         tokens = np.where(blocks > 0, least_tokens + (blocks - 1) * BLOCK_TOKENS, 0)
         if not tokens.any():
             return None
-        return cls.of_spans(
-            _spans(order.tolist(), [0, *tokens.tolist()], document_tokens.tolist(), least_tokens), order
-        )
+        others = np.flatnonzero(counts == 0)
+        order, shared = np.append(others, hashed[order]), [0] * (len(others) + 1) + tokens.tolist()
+        return cls.of_spans(_spans(order.tolist(), shared, document_tokens.tolist(), least_tokens), order)
 
     @property
     def arrays(self) -> tuple[IntArray, ...]:

@@ -129,6 +129,11 @@ class DecoderBorders:
         for handle in self._handles:
             handle.remove()
 
+    def counts_padding(self, padded: PaddedRows | None) -> bool:
+        """Returns whether rows begin with padding, which the model's positions would count."""
+        counts = padded is not None and padded.is_left_padded and not padded.has_own_positions
+        return bool(self._counts) and counts
+
     def begin(self, padded: PaddedRows | None) -> None:
         """Opens the borders for a pass on a given batch.
 
@@ -139,7 +144,7 @@ class DecoderBorders:
             UnsupportedAttentionError: rows begin with padding, which the model's positions would count.
         """
         self._is_open = True
-        if padded is not None and self._counts and padded.is_left_padded and not padded.has_own_positions:
+        if self.counts_padding(padded):
             raise UnsupportedAttentionError(
                 f"{self._class_name} {self._counts}, and rows are padded on the left: Transformers would count their "
                 "padding, too. Pad on the right (tokenizer.padding_side), or give position_ids "

@@ -286,8 +286,8 @@ class ForwardWatch:
         local = not (trains or evaluates) or cache_of(batch) is not None
         if one_rank and not local:
             of_pass = self.reader, self._counted.has_noise(), self.loss.begin(batch)[0]
-            self._read = self._sharing.found_on_one_rank(batch, *of_pass)
-            return self._read is None
+            read = self._read = self._sharing.found_on_one_rank(batch, *of_pass)
+            return read is None or self._borders.counts_padding(read.padded)
         return one_rank or local
 
     def _plan_given(self, module: nn.Module, batch: Batch, trains: bool) -> LivePlan | None:

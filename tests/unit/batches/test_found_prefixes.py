@@ -1,6 +1,7 @@
 """Prefixes that given batches share: how ranks find them, and which passes share them."""
 
 import logging
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from distca_hf.batches.document_gather import DocumentGather, begin_alike
 from distca_hf.batches.given import LEARNT, GivenPlanner
 from distca_hf.batches.read_documents import ENTRY, Batch, DocumentReader, Reading, take_reading
 from distca_hf.config import DistCAConfig
-from distca_hf.prefixes import BLOCK_TOKENS, hashes_of, num_hashes
+from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, hashes_of, num_hashes
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.testing import LoopbackTransport, run_ranks
@@ -219,3 +220,17 @@ def test_plans_made_ahead_share_prefixes_unless_their_pass_must_not(then: str) -
         "of placed loss": ([292, 0], 1),
     }
     assert run_ranks(2, run) == 2 * [expected[then]]
+
+
+def test_short_documents_take_no_memory_for_hashes_of_long_ones() -> None:
+    lengths = np.array([200_000, *[8] * 3000, 300, 400_000, 100_000])
+    hashes = [np.arange(1, count + 1) for count in num_hashes(lengths, 256)]
+    tracemalloc.start()
+    found = SharedPrefixes.find(lengths, hashes, 256)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 3 * 2**20
+    assert found is not None
+    assert sorted(found.order.tolist()) == list(range(len(lengths)))
+    of_200k, of_100k = (256 + 64 * ((tokens - 1 - 256) // 64) for tokens in (200_000, 100_000))
+    assert found.first_own.tolist() == [of_100k, *[0] * 3001, of_200k, 256]

@@ -109,12 +109,17 @@ def test_dropout_that_was_added_later_is_seen() -> None:
     plugin.close()
 
 
-@pytest.mark.parametrize("change", ["cache", "empty row", "hole"])
+@pytest.mark.parametrize("change", ["cache", "empty row", "hole", "positions that count padding"])
 def test_one_rank_trains_on_batches_that_ranks_cannot_place(change: str) -> None:
     ids = torch.arange(60).expand(2, -1).contiguous()
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    kind = "llama"
     if change == "cache":
         batch |= {"use_cache": True}
+    elif change == "positions that count padding":
+        kind = "llama4"
+        batch["input_ids"][1] = ids[1].roll(1)
+        batch["attention_mask"][1, 0], batch["labels"][1, :2] = 0, -100
     else:
         batch["attention_mask"][1, slice(0, 60) if change == "empty row" else slice(20, 25)] = 0
         batch["labels"][1] = -100
@@ -122,7 +127,7 @@ def test_one_rank_trains_on_batches_that_ranks_cannot_place(change: str) -> None
     for tokens in (0, 20):
         torch.manual_seed(0)
         plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=tokens)
-        model = distca_hf.enable(tiny_model(), plugin).train()
+        model = distca_hf.enable(tiny_model(kind), plugin).train()
         losses.append(model(**batch).loss.item())
         plugin.close()
     assert losses[1] == losses[0]
