@@ -52,7 +52,7 @@ class Sharing:
         self._before_layers = dict.fromkeys((model, backbone_of(model), model.get_input_embeddings()))
         self._config, self._refusal = model.config.get_text_config(), ""
         self._least_tokens, self._looks, self._found = config.shared_prefix_tokens, 0, False
-        self._passes, self._modules = 0, list[nn.Module]()
+        self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
         if not config.shared_prefix_tokens:
             self._refusal = "shared_prefix_tokens is 0"
         elif mixers.need_whole or mixers.halo_tokens is not None:
@@ -101,11 +101,11 @@ class Sharing:
         return read if pays else None
 
     def _of_modules(self, is_noisy: bool, is_training: bool) -> str:
-        """Returns what may compute other numbers for equal tokens. Modules may have changed since the last pass; new
-        ones are looked for in passes 1, 2, 4, 8 ..."""
-        self._passes += 1
-        if is_due(self._passes):
+        """Returns what may compute other numbers for equal tokens. Modules may have changed since the last pass."""
+        children = [child for module in self._modules for child in module._modules.values()]
+        if not self._modules or children != self._children:  # quicker than listing all in every pass
             self._modules = list(self._root.modules())
+            self._children = [child for module in self._modules for child in module._modules.values()]
         for part in self._before_layers:
             runs = inspect.unwrap(vars(part).get("forward", type(part).forward))
             runs = getattr(runs, "__func__", runs)

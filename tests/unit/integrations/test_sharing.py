@@ -103,7 +103,8 @@ def test_dropout_that_was_added_later_is_seen() -> None:
     plugin = distca_hf.DistCAPlugin()
     model = distca_hf.enable(tiny_model(), plugin).train()
     refusal, batch = watch_of(model)._sharing.refusal, {"input_ids": torch.ones(2, 5)}
-    assert refusal(batch, True, False) == ""
+    for _ in range(4):
+        assert refusal(batch, True, False) == ""
     inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], lora_dropout=0.25), model)
     assert refusal(batch, True, False).endswith("lora_dropout.default drops 0.25 of its values at random")
     plugin.close()
