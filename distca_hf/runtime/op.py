@@ -46,7 +46,9 @@ def _flash_attn(
     sinks_N: torch.Tensor | None,
 ) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and the received rows that are kept for backward (see `Kept`)."""
-    plan, how, run = newest_plans.get(handle) or find_plan(handle), spec_of(*spec), retaining_run(current_run())
+    plan, how, run = newest_plans.get(handle) or find_plan(handle), spec_of(*spec), current_run()
+    if run is not None:
+        run = retaining_run(run)
     call = plan.forward_pass.calls + 1
     try:
         if layer is not None:
