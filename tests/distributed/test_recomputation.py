@@ -114,24 +114,32 @@ def test_tiles_run_no_more_often_under_wrappers(wrap: str, tmp_path: Path) -> No
     assert run_ranks(2, _tiles_that_run_again, tmp_path, wrap) == [[False] * LAYERS] * 2
 
 
-def _refusal_of_divided_mlps() -> str:
-    model = tiny_model(num_hidden_layers=LAYERS).train()
-    distca_hf.enable(model, distca_hf.DistCAPlugin(mlp_tokens=16))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (model.model.layers[0].mlp.up_proj, model):
-        fully_shard(part, mesh=mesh)
-    tokens = torch.arange(70)[None]
-    try:
-        model(input_ids=tokens, labels=tokens)
-    except ConfigError as error:
-        return str(error)
-    return "trained"
+# Settings of tiles, and a part of a layer that FSDP gathers by itself.
+GATHERED = {
+    "mlp_tokens=16: FSDP around a part of LlamaMLP": ({"mlp_tokens": 16}, "mlp.up_proj"),
+    "attention_kv_heads=1: FSDP around a part of LlamaAttention": ({"attention_kv_heads": 1}, "self_attn.q_proj"),
+}
+
+
+def _refusals_of_gathered_parts() -> list[str]:
+    refusals, mesh = [], init_device_mesh("cpu", (dist.get_world_size(),))
+    for settings, name in GATHERED.values():
+        model = tiny_model(num_hidden_layers=LAYERS).train()
+        distca_hf.enable(model, distca_hf.DistCAPlugin(**settings))
+        for part in (model.model.layers[0].get_submodule(name), model):
+            fully_shard(part, mesh=mesh)
+        tokens = torch.arange(70)[None]
+        with pytest.raises(ConfigError) as refused:
+            model(input_ids=tokens, labels=tokens)
+        refusals.append(str(refused.value))
+    return refusals
 
 
 def test_weights_that_fsdp_gathers_for_each_tile_are_refused(tmp_path: Path) -> None:
     """Ranks may have unequal numbers of tiles, and would gather unequally often."""
-    for refusal in run_ranks(2, _refusal_of_divided_mlps, tmp_path):
-        assert "mlp_tokens=16: FSDP around a part of LlamaMLP gathers weights for each tile" in refusal
+    for refusals in run_ranks(2, _refusals_of_gathered_parts, tmp_path):
+        for words, refusal in zip(GATHERED, refusals, strict=True):
+            assert f"{words} gathers weights for each tile" in refusal
 
 
 def _flat_gradients() -> list[torch.Tensor]:

@@ -123,23 +123,6 @@ def test_heads_that_tensor_ranks_divide_are_refused(tmp_path: Path) -> None:
         assert "attention_kv_heads=1: tensor ranks divide the heads of this model already" in refusal
 
 
-def _refusal_of_sharded_projections() -> str:
-    model = tiny_model(num_hidden_layers=LAYERS).train()
-    distca_hf.enable(model, distca_hf.DistCAPlugin(attention_kv_heads=1))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (model.model.layers[0].self_attn.q_proj, model):
-        fully_shard(part, mesh=mesh)
-    tokens = torch.arange(70)[None]
-    with pytest.raises(ConfigError) as refused:
-        model(input_ids=tokens, labels=tokens)
-    return str(refused.value)
-
-
-def test_projections_that_fsdp_gathers_are_refused(tmp_path: Path) -> None:
-    for refusal in run_ranks(2, _refusal_of_sharded_projections, tmp_path):
-        assert "attention_kv_heads=1: FSDP around a part of LlamaAttention gathers weights for each tile" in refusal
-
-
 def _evaluated(heads: int) -> list[float]:
     """Losses of an evaluation whose documents are cut, after a step of training."""
     model = tiny_model(num_hidden_layers=LAYERS, num_key_value_heads=4)

@@ -160,19 +160,20 @@ def test_preview_of_a_long_epoch_looks_all_over_it(micro_steps: int) -> None:
 HOME = Layout.from_packs([[5], [2, 2]])
 
 
+OF_PACKS = PlanFacts(
+    num_documents=3,
+    longest_document_tokens=5,
+    work=(24, 24),
+    work_before=(36, 12),
+    key_rows_sent=(0, 0),
+    rows_per_token=2,
+    num_tokens=9,
+).with_tokens(HOME, HOME)
+
+
 def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
-    facts = PlanFacts(
-        num_documents=3,
-        longest_document_tokens=5,
-        work=(24, 24),
-        work_before=(36, 12),
-        key_rows_sent=(0, 0),
-        rows_per_token=2,
-        num_tokens=9,
-    )
-    facts = facts.with_tokens(HOME, HOME)
     *values, speeds, given = vars(
-        Preview.of(facts, StepFlops.of(weights=5, trained_weights=5, pair_forward=2))
+        Preview.of(OF_PACKS, StepFlops.of(weights=5, trained_weights=5, pair_forward=2))
     ).values()
 
     assert [numbers.tolist() for numbers in values] == [[9], [24], [1.5], [1.0]]
@@ -185,16 +186,7 @@ def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_speed_up_counts_what_shared_prefixes_save(num_ranks: int) -> None:
-    facts = PlanFacts(
-        num_documents=3,
-        longest_document_tokens=5,
-        work=(16, 16),
-        work_before=(36, 12),
-        key_rows_sent=(0, 0),
-        rows_per_token=2,
-        num_tokens=9,
-        shared_tokens=3,
-    ).with_tokens(HOME, HOME)
+    facts = replace(OF_PACKS, work=(16, 16), shared_tokens=3)
     # Matrices of 9 and 6 tokens, unevenly divided as 10 to 9, and attention of 2 x 18 and 2 x 8 pairs.
     before, after = 6 * 9 * 10 / 9 + 0.7 * 36, 6 * 6 * 10 / 9 + 0.7 * 16
     line = second_line(Preview.of(facts), COST, num_ranks, "seen")
