@@ -5,13 +5,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from itertools import accumulate, chain
+from itertools import accumulate, chain, cycle
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import nn
 
 from distca_hf.arrays import IntArray
@@ -295,6 +294,8 @@ def _magi(place: Place, step: StepTokens, setting: str) -> Mode:
 
 
 def _placed(place: Place, step: StepTokens) -> Mode:
+    from datasets import Dataset  # programs with other modes run without the package
+
     tokens_per_rank = sum(_lengths(step)) // place.wires.world_size
     documents = [tokens.astype(np.int32) for tokens in chain.from_iterable(step)]
     plugin = place.plugin(tokens_per_rank)
@@ -321,7 +322,11 @@ def _unchecked(place: Place, step: StepTokens) -> Mode:
 def _given(place: Place, step: StepTokens) -> Mode:
     names = ("input_ids", "position_ids")
     batches = [{name: batch[name] for name in names} for batch in _local(place, step).batches]
-    return Mode("given", "distca", AsOfTrainer(place.model, batches), watched=True, exchanges=True)
+    return Mode("given", "distca", AsOfTrainer(place.model, [batches]), watched=True, exchanges=True)
+
+
+def _each_tensor(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
+    return {name: function(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 class AsOfTrainer:
@@ -329,34 +334,35 @@ class AsOfTrainer:
     more, which ranks plan ahead.
 
     Args:
-        model: an enabled model, perhaps not yet.
-        batches: of every step.
+        model: a model, enabled before the first step.
+        steps: batches of each step, equally many; after the last one the first follows.
+        shares: whether documents may share prefixes, if the settings say so.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
-        self._model, self._batches = model, batches
-        self._on_host = [{name: value.cpu() for name, value in batch.items()} for batch in batches]
-        self._held = self._next_step()
+    def __init__(self, model: nn.Module, steps: Sequence[Sequence[Batch]], shares: bool = True) -> None:
+        self._model, self._shares, self._len = model, shares, len(steps[0])
+        on_host = [[_each_tensor(torch.Tensor.cpu, batch) for batch in step] for step in steps]
+        self._following = cycle([[*zip(*both, strict=True)] for both in zip(steps, on_host, strict=True)])
+        self._held: list[tuple[Batch, Reading]] = []
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return self._len
 
     def __iter__(self) -> Iterator[Batch]:
-        step, self._held = self._held, self._next_step()
         watch = watch_of(self._model)
-        if watch is not None:
-            following = [reading for _, reading in [*step[1:], self._held[0]]]
-            watch.begin_step(following, len(step), step[0][0]["input_ids"].device)
+        assert watch is not None
+        reader = watch.reader if self._shares else replace(watch.reader, shared_tokens=0)
+        step = self._held or self._next_step(reader)
+        self._held = self._next_step(reader)
+        following = [reading for _, reading in [*step[1:], self._held[0]]]
+        watch.begin_step(following, len(step), step[0][0]["input_ids"].device)
         for batch, _ in step:
             yield batch
 
-    def _next_step(self) -> list[tuple[Batch, Reading]]:
+    def _next_step(self, reader: DocumentReader) -> list[tuple[Batch, Reading]]:
         step = []
-        for batch, on_host in zip(self._batches, self._on_host, strict=True):
-            copied, reading = (
-                {name: value.clone() for name, value in batch.items()},
-                Reading(DocumentReader(), on_host),
-            )
+        for batch, on_host in next(self._following):
+            copied, reading = _each_tensor(torch.Tensor.clone, batch), Reading(reader, on_host)
             mark(copied, reading)
             step.append((copied, reading))
         return step

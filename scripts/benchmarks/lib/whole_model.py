@@ -7,7 +7,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import nn
 from torch.optim import AdamW
 from transformers import PreTrainedModel
@@ -153,6 +152,8 @@ def _local(place: Place, documents: Sequence[IntArray]) -> Planned:
 
 
 def _placed(place: Place, documents: Sequence[IntArray], steps: int) -> Planned:
+    from datasets import Dataset  # programs with other modes run without the package
+
     tokens_per_rank = sum(len(tokens) for tokens in documents) // place.wires.world_size
     dataset = Dataset.from_dict({"input_ids": [*documents] * (steps + 1)})
     loader = place.plugin(tokens_per_rank).dataloader(dataset, shuffle=False, device=place.device, model=place.model)

@@ -1,0 +1,402 @@
+"""Times training steps on documents that begin alike, with their prefixes shared and without.
+
+    torchrun --nproc-per-node 2 scripts/benchmarks/shared_prefixes.py --layers 4 --rounds 8 --out prefixes.json
+    torchrun --nproc-per-node 1 scripts/benchmarks/shared_prefixes.py --layers 4 --workloads grpo --prompt-tokens 16384
+    torchrun --nproc-per-node 2 scripts/benchmarks/shared_prefixes.py --device cpu --preset tiny --prompt-tokens 300 \\
+        --turn-tokens 20 --tool-tokens 40 --tasks 2 --rounds 2 --warmup 1
+
+Each workload is measured by itself. A step is forward and backward of all its micro-batches, FSDP's collectives, and
+AdamW at a learning rate of 0. All modes run in one process with the same weights, batches and kernel, one after the
+other, again and again, on the batches of another task in every round.
+
+    trees   agents. A task has a system prompt with the task, and trajectories of turns; in each turn the agent writes,
+            and a tool answers. The first trajectory begins after the prompt, each other one branches off from an
+            earlier one of its task after a random turn. A micro-batch is a task; ranks hold equally many of its
+            trajectories
+    grpo    a step is a generation batch of TRL's GRPOTrainer: each rank has consecutive rows of prompts with
+            --generations answers, shuffles them, and cuts them into --micro-batches
+    dpo     pairs of answers to a prompt, as DPOTrainer collates them: first all chosen ones, then all rejected ones
+    none    documents as long as those of grpo, no two of which begin alike
+
+Lengths of turns, answers and tool outputs are drawn from half to one and a half of the mean. Documents of a rank are a
+pack. By default there is no head, and the loss is a weighted mean of squared hidden states of all documents' tokens:
+a gradient for every row. With --loss labels it is the model's own, of the tokens of agents or answers; hidden states
+return to their batches, and the head computes all rows. (With Trainer the head runs on placed rows, and turns that are
+learnt are not shared.)
+
+In the table, each figure of the slowest or largest rank:
+
+    step            median of the rounds, from a barrier until the device is done
+    ÷ first         median of the rounds' ratios to the first mode
+    given           tokens of the documents, a step, on all ranks
+    trie ÷ given    tokens that remain if every token with equal tokens before it in its micro-batch counts once
+    computed ÷ given    rows that the first decoder layer got; with padding that ranks without tokens have
+    peak            memory that torch had given out at once
+"""
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distca_hf
+from distca_hf.arrays import IntArray
+from distca_hf.integrations.models.hooks import BackboneCalls
+from distca_hf.integrations.models.sharing import Sharing
+from lib.baselines.attention import register_ways
+from lib.baselines.operators import OwnKeys, make_call
+from lib.documents import batch_of
+from lib.header import facts_of
+from lib.model import Backbone, LossModel, build_model, prepare, probe, read_config
+from lib.modes import AsOfTrainer, Batch, Batches, Mode, Place, without
+from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.parser import count, whole, write_figures
+from lib.report import Measured
+from lib.rounds import equal_losses
+from lib.tables import markdown, number
+from lib.whole_model import TrainingRunner, add_head, use_head
+from lib.wires import Wires
+
+
+MODES = {
+    "plain": "packs as they are, and the kernel itself; nothing is exchanged but weights and gradients",
+    "unshared": "the product, as with shared_prefix_tokens=0: rows are placed; on one GPU, where nothing is to place, "
+    "its own attention",
+    "shared": "the product",
+}
+COLUMNS = (
+    *("mode", "step ms", "÷ first", "given", "trie ÷ given", "computed ÷ given"),
+    *("peak GiB", "peak ÷ first", "exchanged GB", "loss"),
+)
+# A document, and how many of its first tokens are a prompt; further borders alternate between the agent's turns, which
+# are learnt, and outputs of tools.
+Document = tuple[IntArray, Sequence[int]]
+MicroBatch = Sequence[Sequence[Document]]  # documents of every rank
+
+
+def main() -> None:
+    on_all_ranks(measure, parse())
+
+
+def parse() -> argparse.Namespace:
+    parser = shared_options(__doc__, MODES)
+    parser.set_defaults(modes="plain,unshared,shared", checkpointing="saved")
+    add_head(parser, "none")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated, see above")
+    parser.add_argument("--loss", choices=["states", "labels"], default="states", help="see above")
+    parser.add_argument("--prompt-tokens", type=count, default=4096, help="of every prompt")
+    parser.add_argument("--turn-tokens", type=count, default=512, help="mean of an agent's turn, or of an answer")
+    parser.add_argument("--tool-tokens", type=count, default=512, help="mean of a tool's output")
+    parser.add_argument("--turns", type=count, default=12, help="of every trajectory")
+    parser.add_argument("--tasks", type=count, default=64, help="different tasks, and steps of other workloads")
+    parser.add_argument("--branches", type=count, default=8, help="trajectories of a task")
+    parser.add_argument("--generations", type=count, default=8, help="answers to a prompt of grpo")
+    parser.add_argument("--rows", type=count, default=8, help="documents of a rank and micro-batch, not of trees")
+    parser.add_argument("--micro-batches", type=count, default=1, help="of a step of grpo, steps_per_generation")
+    parser.add_argument("--seed", type=whole, default=0, help="of lengths, branches and tokens")
+    options = parse_shared(parser, MODES)
+    options.workloads = options.workloads.split(",")
+    if unknown := [name for name in options.workloads if name not in WORKLOADS]:
+        parser.error(f"workload {unknown[0]!r} is none of {', '.join(WORKLOADS)}")
+    if options.rows % 2:
+        parser.error(f"--rows {options.rows} are no pairs")
+    return options
+
+
+class Drawn:
+    """Random numbers of one step, the same on all ranks."""
+
+    def __init__(self, options: argparse.Namespace, workload: str, step: int, vocabulary: int) -> None:
+        self.options, self._vocabulary = options, vocabulary
+        self.random = random.Random(f"{options.seed} {workload} {step}")
+        self._tokens = np.random.default_rng(self.random.getrandbits(64))
+
+    def tokens(self, number: int) -> IntArray:
+        """Returns so many random tokens."""
+        return self._tokens.integers(0, self._vocabulary, number)
+
+    def about(self, mean: int) -> IntArray:
+        """Returns half to one and a half as many random tokens."""
+        return self.tokens(self.random.randint(-(-mean // 2), mean + mean // 2))
+
+    def answers(self, number: int) -> list[Document]:
+        """Returns documents of a prompt and an answer each, all of the same prompt."""
+        prompt = self.tokens(self.options.prompt_tokens)
+        answers = (self.about(self.options.turn_tokens) for _ in range(number))
+        return [(np.concatenate([prompt, answer]), [len(prompt)]) for answer in answers]
+
+
+def _trees(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
+    options, prompt = drawn.options, drawn.tokens(drawn.options.prompt_tokens)
+    trajectories: list[list[tuple[IntArray, IntArray]]] = []
+    for _ in range(options.branches):
+        begun = drawn.random.choice(trajectories) if trajectories else []
+        turns = begun[: drawn.random.randrange(options.turns)]
+        while len(turns) < options.turns:
+            turns = [*turns, (drawn.about(options.turn_tokens), drawn.about(options.tool_tokens))]
+        trajectories.append(turns)
+    documents: list[Document] = []
+    for turns in trajectories:
+        parts = [prompt, *(part for turn in turns for part in turn)]
+        documents.append((np.concatenate(parts), np.cumsum([len(part) for part in parts])[:-1].tolist()))
+    borders = [len(documents) * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [[documents[borders[rank] : borders[rank + 1]] for rank in range(num_ranks)]]
+
+
+def _grpo(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
+    rows, number = drawn.options.rows, drawn.options.micro_batches
+    answers: list[Document] = []
+    while len(answers) < num_ranks * number * rows:
+        answers += drawn.answers(drawn.options.generations)
+    of_ranks = [answers[rank * number * rows : (rank + 1) * number * rows] for rank in range(num_ranks)]
+    for of_rank in of_ranks:
+        drawn.random.shuffle(of_rank)
+    return [[of_rank[first : first + rows] for of_rank in of_ranks] for first in range(0, number * rows, rows)]
+
+
+def _dpo(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
+    pairs = [[drawn.answers(2) for _ in range(drawn.options.rows // 2)] for _ in range(num_ranks)]
+    return [[[pair[of] for of in (0, 1) for pair in of_rank] for of_rank in pairs]]
+
+
+def _none(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
+    return [[[drawn.answers(1)[0] for _ in range(drawn.options.rows)] for _ in range(num_ranks)]]
+
+
+# Micro-batches of a step.
+WORKLOADS: dict[str, Callable[[Drawn, int], list[MicroBatch]]] = {
+    "trees": _trees,
+    "grpo": _grpo,
+    "dpo": _dpo,
+    "none": _none,
+}
+
+
+def trie_tokens(documents: Sequence[IntArray]) -> int:
+    """Returns the tokens of documents, each beginning that several have counted once."""
+    in_order = sorted(documents, key=lambda tokens: tokens.astype(">u4").tobytes())
+    total = sum(map(len, documents))
+    for before, after in pairwise(in_order):
+        common = min(len(before), len(after))
+        differs = np.flatnonzero(before[:common] != after[:common])
+        total -= int(differs[0]) if len(differs) else common
+    return total
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Builds the model once, and measures one workload after the other.
+
+    Raises:
+        SystemExit: losses of the same documents differ.
+    """
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    longest = options.prompt_tokens + options.turns * 3 * (options.turn_tokens + options.tool_tokens) // 2 + 1
+    register_ways()
+    config = read_config(options, longest)
+    causal_lm = build_model(config, options, device)
+    model = LossModel(causal_lm) if options.loss == "labels" else Backbone(causal_lm)
+    shape = probe(model)
+    if options.loss == "labels":
+        use_head(model, options.head)
+    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
+    place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing)
+    distca_hf.enable(model, place.plugin(0), longest)
+    prepare(model, options, device)
+    counted = CountedRows(model.layers[0])
+    figures: dict[str, dict[str, dict[str, Any]]] = {}
+    wrong: list[str] = []
+    for workload in options.workloads:
+        vocabulary = config.get_text_config().vocab_size
+        number = min(options.tasks, options.warmup + options.rounds)
+        drawn = (Drawn(options, workload, step, vocabulary) for step in range(number))
+        steps = [WORKLOADS[workload](of_step, num_ranks) for of_step in drawn]
+        batches = [[_pack(place, micro_batch, options.loss) for micro_batch in step] for step in steps]
+        modes = [_mode(name, place, batches, counted) for name in options.modes]
+        rows = {mode.name: mode.batches.rows for mode in modes if isinstance(mode.batches, CountedBatches)}
+        runner = TrainingRunner(model, wires, device, options.optimizer)
+        measured = runner.run(modes, options.warmup, options.rounds, exposed=False)
+        timed = [steps[(options.warmup + at) % number] for at in range(options.rounds)]
+        computed = {name: _over_ranks(of_mode[options.warmup :], device) for name, of_mode in rows.items()}
+        figures[workload] = figures_of(measured, computed, timed)
+        if rank == 0:
+            mean_tokens = sum(figures[workload][options.modes[0]]["given_tokens"]) // options.rounds
+            options.documents = f"of {workload}"
+            header = "; ".join(facts_of(options, config, mean_tokens // num_ranks, device))
+            print(f"{header}; loss of {options.loss}\n\n{table(figures[workload])}\n", flush=True)
+            write_figures(options, workloads=figures)
+        losses = {name: mode.loss for name, mode in measured.items()}
+        if not equal_losses([*losses.values()], options.dtype):
+            wrong.append(f"{workload}: {losses}")
+    if wrong:
+        raise SystemExit(f"losses of the same documents differ: {'; '.join(wrong)}")
+
+
+class CountedRows:
+    """Counts the rows of a decoder layer's calls.
+
+    Attributes:
+        latest: rows of the latest call.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.latest, self._forward = 0, layer.forward
+        layer.forward = self._count
+
+    def _count(self, hidden_states: torch.Tensor, *args: Any, **given: Any) -> Any:
+        self.latest = hidden_states.shape[0] * hidden_states.shape[1]
+        return self._forward(hidden_states, *args, **given)
+
+
+class CountedBatches:
+    """Batches, and the rows that layers computed in their passes.
+
+    Attributes:
+        rows: of each step, on this rank.
+    """
+
+    def __init__(self, batches: Batches, counted: CountedRows) -> None:
+        self.rows: list[int] = []
+        self._batches, self._counted = batches, counted
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.rows.append(0)
+        for batch in self._batches:
+            yield batch
+            self.rows[-1] += self._counted.latest
+
+
+class InTurns:
+    """Batches of one step after the other; after the last one the first follows."""
+
+    def __init__(self, steps: Sequence[Sequence[Batch]]) -> None:
+        self._steps, self._next = steps, 0
+
+    def __len__(self) -> int:
+        return len(self._steps[0])
+
+    def __iter__(self) -> Iterator[Batch]:
+        step = self._steps[self._next % len(self._steps)]
+        self._next += 1
+        return iter(step)
+
+
+def _pack(place: Place, micro_batch: MicroBatch, loss: str) -> Batch:
+    """Returns a pack of this rank's documents, with labels if the loss has them."""
+    documents, of_all = micro_batch[place.wires.rank], [of for of_rank in micro_batch for of in of_rank]
+    held = [(at, 0, len(tokens)) for at, (tokens, _) in enumerate(documents)]
+    batch: Batch = {**batch_of(held, [tokens for tokens, _ in documents], place.device)}
+    if loss == "states":
+        return batch
+    labels = np.concatenate([_labels(document) for document in documents])
+    batch["labels"] = torch.from_numpy(labels)[None].to(place.device)
+    batch["shift_labels"] = batch["labels"].roll(-1)  # the first token of a document has no label
+    learnt = sum(int((_labels(document) >= 0).sum()) for document in of_all)
+    return {**batch, "num_items_in_batch": learnt / place.wires.world_size}
+
+
+def _labels(document: Document) -> IntArray:
+    """Returns the tokens of the agent's turns, and -100 for others."""
+    tokens, borders = document
+    is_learnt = np.searchsorted(borders, np.arange(len(tokens)), side="right") % 2 == 1
+    return np.where(is_learnt, tokens, -100)
+
+
+def _mode(name: str, place: Place, steps: Sequence[Sequence[Batch]], counted: CountedRows) -> Mode:
+    """Returns the mode of a name for the batches of all steps."""
+    meanwhile: list[Callable[[], AbstractContextManager[object]]] = []
+    if name == "plain":
+        batches: Batches = InTurns([[_with_work(place, batch) for batch in step] for step in steps])
+        meanwhile.append(partial(without, BackboneCalls, "_open"))
+        return Mode(name, "bench_whole", CountedBatches(batches, counted), meanwhile=meanwhile)
+    if name == "unshared":
+        meanwhile.append(partial(mock.patch.object, Sharing, "refusal", return_value="this mode shares nothing"))
+    given = AsOfTrainer(place.model, steps, shares=name == "shared")
+    batches = CountedBatches(given, counted)
+    return Mode(name, "distca", batches, watched=True, exchanges=True, meanwhile=meanwhile)
+
+
+def _with_work(place: Place, batch: Batch) -> Batch:
+    """Returns a batch with the kernel call of its whole documents."""
+    positions = batch["position_ids"][0]
+    first = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+    lengths = [stop - start for start, stop in pairwise(first)]
+    call = make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), place.device)
+    return {**batch, "bench_work": place.work([call])}
+
+
+def _over_ranks(rows: Sequence[int], device: torch.device) -> list[int]:
+    """Returns the sums of rows over ranks. A collective call."""
+    numbers = torch.tensor(rows, dtype=torch.int64, device=device)
+    dist.all_reduce(numbers)
+    return [int(value) for value in numbers.tolist()]
+
+
+def figures_of(
+    measured: Mapping[str, Measured], computed: Mapping[str, list[int]], steps: Sequence[Sequence[MicroBatch]]
+) -> dict[str, dict[str, Any]]:
+    """Returns the figures of each mode: seconds, bytes and tokens of every round, and ratios.
+
+    Args:
+        measured: of every mode.
+        computed: of every mode, `[rounds]` rows of all ranks.
+        steps: micro-batches of every round.
+    """
+    given, trie = [], []
+    for step in steps:
+        documents = [[tokens for of_rank in micro for tokens, _ in of_rank] for micro in step]
+        given.append(sum(len(tokens) for of_micro in documents for tokens in of_micro))
+        trie.append(sum(map(trie_tokens, documents)))
+    first = next(iter(measured.values()))
+    return {
+        name: {
+            **vars(mode),
+            "step_seconds": mode.step_seconds,
+            "ratio_to_first": statistics.median(
+                own / other for own, other in zip(mode.seconds, first.seconds, strict=True)
+            ),
+            "given_tokens": given,
+            "trie_tokens": trie,
+            "computed_tokens": computed[name],
+            "peak_ratio_to_first": mode.peak_bytes / first.peak_bytes if first.peak_bytes else None,
+        }
+        for name, mode in measured.items()
+    }
+
+
+def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns a Markdown table with a row for each mode."""
+    rows = []
+    for name, figure in figures.items():
+        given = sum(figure["given_tokens"])
+        rows.append(
+            (
+                name,
+                number(figure["step_seconds"], 1e3, 1),
+                number(figure["ratio_to_first"], 1, 3),
+                str(given // len(figure["given_tokens"])),
+                number(sum(figure["trie_tokens"]) / given, 1, 4),
+                number(sum(figure["computed_tokens"]) / given, 1, 4),
+                number(figure["peak_bytes"] or None, 2**-30, 1),
+                number(figure["peak_ratio_to_first"], 1, 3),
+                number(figure["exchanged_bytes"], 1e-9, 3),
+                number(figure["loss"], 1, 4),
+            )
+        )
+    return markdown(COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    main()
