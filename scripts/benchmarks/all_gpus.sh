@@ -17,6 +17,7 @@
 #   hybrid   layers of Qwen 3.5 27B and Nemotron-H 8B, which carry a state
 #   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
 #            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
+#   prefixes layers of Llama-3-8B on documents that begin alike: trees of agents, groups, pairs; PREFIXES has further options
 #   longest  the longest document that Llama-3-8B trains on: memory by short attention, then with whole attention;
 #            LONGEST has further options, for example --checkpointing full --minutes 9
 #   servers  all GPUs but one train, and that one is an attention server: beside an even split, and without the server
@@ -131,6 +132,11 @@ run_part() {
             PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/training_run.py \
                 --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-}
         done
+        ;;
+    prefixes)
+        echo "== prefixes"
+        # shellcheck disable=SC2086 # several options
+        launch scripts/benchmarks/shared_prefixes.py --layers 4 --rounds "${ROUNDS:-8}" --out "$out/prefixes.json" ${PREFIXES:-}
         ;;
     longest)
         echo "== longest"

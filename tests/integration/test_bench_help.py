@@ -15,6 +15,7 @@ import torch
         ("server_step", "lib.served"),
         ("model_step", "lib.whole_model"),
         ("training_run", "lib.training.run"),
+        ("shared_prefixes", "shared_prefixes"),
     ],
 )
 def test_help_says_what_every_mode_is(
