@@ -39,7 +39,6 @@ from distca_hf.layout import Layout
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds
 from distca_hf.planning.plan import ExtraRanks, PlanFacts
 from distca_hf.planning.row_moves import RowMoves
-from distca_hf.prefixes import SharedPrefixes
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import PostingTransport, among_trainers
@@ -234,10 +233,8 @@ class GivenPlanner:
         self, documents: BatchDocuments, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
         """Plans and routes batches on the host, from the documents of each rank; safe in a thread."""
-        home, plans, shared = Layout.from_packs(documents.lengths), self._plans, None
-        if documents.hashes:
-            shared = SharedPrefixes.find(home.document_tokens, documents.hashes, self._least_tokens)
-        layout = plans.layout(home if shared is None else home.sharing(shared))
+        home, plans = Layout.from_packs(documents.lengths), self._plans
+        layout = plans.layout(home, documents.hashes, self._least_tokens)
         plan = plans.plan(layout, extra_ranks)
         plan.fingerprint  # noqa: B018 (remembered from here on)
         topology = plans.topology if extra_ranks is None else extra_ranks.topology(plans.topology)

@@ -25,6 +25,7 @@ from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.structure import backbone_of, transformers_model
 from distca_hf.integrations.models.weights_check import is_due
+from distca_hf.prefixes import LEAST_SAVED
 from distca_hf.telemetry import get_logger
 
 
@@ -34,8 +35,6 @@ log = get_logger(__name__)
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
 # Columns of tokens that layers compute from, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "labels", "shift_labels"}
-# Share of the tokens of a batch that one rank must save: its rows do not move otherwise.
-LEAST_SAVED = 0.1
 FEW_SAVED = f"on one rank rows move only to save {LEAST_SAVED:.0%} of a batch's tokens, and this saves "
 # Packages whose forward functions give layers the tokens of the batch.
 KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
