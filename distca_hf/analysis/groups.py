@@ -24,6 +24,8 @@ from distca_hf.prefixes import LEAST_SAVED, SharedPrefixes, num_hashes
 
 # Columns of a group's name, and of the tokens with which its documents begin.
 GROUP_COLUMN, PREFIX_COLUMN = GROUP_COLUMNS = "group", "prefix_tokens"
+# Why placed batches share nothing.
+UNSHARED = "placed batches compute every prefix again, and your own batches (--batch-size) would not"
 # Bits of a hash that count its tokens.
 TOKEN_BITS = 32
 
@@ -100,18 +102,32 @@ class Groups:
         """Documents of each group with several of them."""
         return Counter({name: count for name, count in Counter(self.names).items() if name is not None and count > 1})
 
-    def shuffled(self, rng: np.random.Generator) -> IntArray:
-        """Returns all documents, groups in random order, and those of a group in their own."""
-        numbers: dict[str, int] = {}
-        number = np.array(
-            [
-                len(self.names) + row if name is None else numbers.setdefault(name, row)
-                for row, name in enumerate(self.names)
-            ],
-            dtype=np.int64,
-        )
-        of_groups, number = np.unique(number, return_inverse=True)
-        return np.argsort(rng.permutation(len(of_groups))[number], kind="stable")
+    def in_words(self, unshared: str) -> str:
+        """Returns a sentence: how many documents begin alike, and whether layers compute that once.
+
+        Args:
+            unshared: why not; empty if they do.
+        """
+        counts = self.counts
+        once = f"which is not shared: {unshared}" if unshared else "which distca's ways compute once"
+        return f"{counts.total():,} documents in {len(counts):,} groups begin alike, {once}."
+
+    def as_json(self, unshared: str) -> dict[str, object]:
+        """Returns the same as an object."""
+        counts = self.counts
+        return {"groups": len(counts), "documents": counts.total(), "unshared": unshared or None}
+
+    def dealt(self, rng: np.random.Generator, num_ranks: int, micro_steps: int, batch_size: int) -> IntArray:
+        """Returns the documents of all whole optimizer steps of an epoch, micro-batch after micro-batch and rank after
+        rank."""
+        first: dict[str, int] = {}
+        of_group = [row if name is None else first.setdefault(name, row) for row, name in enumerate(self.names)]
+        groups, number = np.unique(of_group, return_inverse=True)
+        order = np.argsort(rng.permutation(len(groups))[number], kind="stable")
+        of_rank = micro_steps * batch_size
+        steps = order[: len(order) // (num_ranks * of_rank) * num_ranks * of_rank].reshape(-1, num_ranks, of_rank)
+        divided = rng.permuted(steps, axis=2).reshape(-1, num_ranks, micro_steps, batch_size)
+        return divided.swapaxes(1, 2).ravel()
 
     def hashes(self, tokens: IntArray, num_ranks: int, least_tokens: int, has_one_label: bool) -> list[IntArray]:
         """Returns hashes of the documents of a micro-batch, as if they had tokens: equal for equal beginnings. None if

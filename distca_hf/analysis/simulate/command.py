@@ -72,11 +72,15 @@ def run_simulate(options: SimulateOptions) -> None:
         for request in requests:
             words = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
             with progress.counting(words, request.batches) as count:
-                result, of_result = simulate(request, profile, documents.tokens, options.token_budget, count)
+                result, of_result = simulate(
+                    request, profile, documents.tokens, options.token_budget, count, groups=documents.groups
+                )
             results.append(result)
             notes.merge(of_result)
     of_batches = OF_PACKED if options.batch_size is None else OF_GIVEN
     assumptions = [*of_batches, *ASSUMPTIONS, *_assumptions(options, requests, profile), *notes.lines()]
+    if documents.groups is not None:
+        assumptions.append(documents.groups.in_words(requests[0].unshared))
     if options.as_json:
         print_json(
             {
