@@ -75,9 +75,8 @@ class Sharing:
     @property
     def in_short(self) -> str:
         """The beginning of a sentence; empty if nothing is shared."""
-        return f"layers compute {1 - self.saved_share:.0%} of the tokens, and ".replace("%", " %") * bool(
-            self.saved_share
-        )
+        computed = 100 * (1 - self.saved_share)
+        return f"layers compute {computed:.0f} % of the tokens, and " if self.saved_share else ""
 
     def as_json(self) -> dict[str, object]:
         """Returns one object; operations are means over micro-batches, of all ranks together."""
