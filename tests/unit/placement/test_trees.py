@@ -11,6 +11,7 @@ from distca_hf.cost import CAUSAL, imbalance
 from distca_hf.layout import Layout, Topology
 from distca_hf.placement import place as placement
 from distca_hf.placement.place import place
+from distca_hf.placement.predicted import moved_rows
 from distca_hf.placement.trees import Trees
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import keys_between
@@ -102,7 +103,7 @@ def test_work_and_keys_of_parts_are_those_of_their_documents(seed: int) -> None:
     layout.validate()
 
     assert layout.rank_work.tolist() == [sum(part[4] for part in of_rank) for of_rank in shares]
-    assert trees.key_tokens(shares) == int(keys_between(plan_in_place(layout)).sum())
+    assert trees.key_tokens(shares) == int(keys_between(plan_in_place(layout)).sum()) == moved_rows(layout)
 
 
 def test_documents_are_placed_one_by_one_where_together_they_would_be_less_even() -> None:
