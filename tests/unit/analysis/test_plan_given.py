@@ -31,6 +31,8 @@ from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.row_moves import RowMoves, results_between
+from distca_hf.prefixes import SharedPrefixes
 from distca_hf.testing import LoopbackTransport, run_ranks
 
 
@@ -209,6 +211,26 @@ def test_borders_take_copies_and_exchanges() -> None:
     assert placed.beside_seconds == pytest.approx(exchange(24 * 4096) + copies(24))
     assert (returned.of_head.tolist(), placed.of_head.tolist()) == ([8192, 0], [4096, 4096])
     assert rows_placed(costs, cluster, even, load, even, loss_is_placed=True).beside_seconds == 0.0
+
+
+def test_results_of_shared_rows_return_to_all_their_batches() -> None:
+    """Rank 0 holds the prompt of both ranks: no row goes in, and hidden states and their gradients of the prompt cross
+    once each. Rank 0 gathers 4,196 rows for itself and 4,096 for rank 1, and puts 4,196."""
+    costs = Costs(find_profile("h200"), LLAMA, False, Notes())
+    cluster, home = Cluster(costs.profile, 2, 2, costs.notes), Layout.from_packs([[4196], [4196]])
+    placed = home.sharing(SharedPrefixes.of_spans([[(0, 0, 4196)], [(0, 0, 4096), (1, 4096, 4196)]], [0, 1]))
+    nothing, hidden = Passes(np.zeros(2), np.zeros(2)), 2 * 4096
+    load = Load(placed.rank_tokens, [nothing_sent(nothing, 32)])
+    sent, received = np.array([hidden * 4096.0, 0.0]), np.array([0.0, hidden * 4096.0])
+    exchange = float(cluster.exchange(WireBytes(sent, received), WireBytes(0 * sent, 0 * sent)).max())
+    copies = costs.copy_seconds(2 * 16 * 2 * 4196.0) + 2 * costs.copy_seconds(2 * hidden * (2 * 4196.0 + 4096))
+
+    returned = rows_placed(costs, cluster, home, load, placed, loss_is_placed=False).beside_seconds
+    assert returned == pytest.approx(2 * exchange + float(copies))
+    for rank, of_rank in enumerate(results_between(home, placed).tolist()):
+        moves = RowMoves.of(home, placed, rank).shared_home
+        assert moves is not None
+        assert moves.received_counts == of_rank
 
 
 def test_ranks_take_batches_in_turns_and_rows_are_cut() -> None:
