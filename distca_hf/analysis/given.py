@@ -230,7 +230,8 @@ def answer(
     ]
     sharing = None
     if groups is not None:
-        apart = [GivenMicroBatch.of(request, plans, tokens) for tokens, _ in dealt]
+        shares = request.least_tokens > 0
+        apart = [GivenMicroBatch.of(request, plans, tokens) for tokens, _ in dealt] if shares else planned
         facts, facts_apart = ([one.facts for one in of] for of in (planned, apart))
         sharing = Sharing(request, groups, facts, facts_apart)
     with progress.stage("simulating steps"):

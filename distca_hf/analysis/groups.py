@@ -8,6 +8,7 @@
 
 Batches are dealt as TRL's GRPO and RLOO trainers deal them: groups in random order, and in an optimizer step each rank
 gets consecutive rows, which it shuffles before it divides them into micro-batches. So a group may be on two ranks.
+Trainers that keep the order of rows share at least as much.
 """
 
 from collections import Counter
@@ -65,7 +66,7 @@ class Groups:
             count, where = _whole(prefix), f"{source}: row {row}"
             if not isinstance(given, str | int | None):
                 raise PackingError(f"{where} has {GROUP_COLUMN} {given!r}, neither a text nor a whole number")
-            name = None if given is None or given == "" else str(given)
+            name = None if given is None else str(given).strip() or None
             if count is None:
                 raise PackingError(f"{where} has {PREFIX_COLUMN} {prefix!r}, not a whole number")
             if name is None and count:
@@ -86,12 +87,6 @@ class Groups:
             names.append(name)
             prefixes.append(count)
         return cls(names, np.array(prefixes, dtype=np.int64))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """Joins groups of several files. Documents of different files may be in one group."""
-        names = [name for part in parts for name in part.names]
-        return cls(names, np.concatenate([part.prefix_tokens for part in parts]))
 
     def of(self, rows: IntArray) -> "Groups":
         """Returns the groups of some of the documents."""
@@ -130,8 +125,8 @@ class Groups:
         return divided.swapaxes(1, 2).ravel()
 
     def hashes(self, tokens: IntArray, num_ranks: int, least_tokens: int, has_one_label: bool) -> list[IntArray]:
-        """Returns hashes of the documents of a micro-batch, as if they had tokens: equal for equal beginnings. None if
-        training shares nothing.
+        """Returns hashes of the documents of a micro-batch, as if they had tokens; empty if training shares nothing.
+        They are equal for equal beginnings.
 
         Args:
             tokens: `[documents]` lengths.

@@ -87,7 +87,8 @@ class Sharing:
             "use_cache=True keeps keys of every row" if batch.get("use_cache") else self.refusal(batch, True, is_noisy)
         )
         if refusal:
-            if refusal not in self._said and is_due(self._passes) and (reading := reading_of(batch)) is not None:
+            may_say = self._least_tokens and refusal not in self._said and is_due(self._passes)
+            if may_say and (reading := reading_of(batch)) is not None:
                 self._say(reading.documents, None, refusal)
             return None
         reading = reading_of(batch)
