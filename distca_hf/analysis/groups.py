@@ -58,7 +58,7 @@ class Groups:
         """
         prefix_tokens = columns.get(PREFIX_COLUMN, ())
         if all(prefix is None or prefix == "" for prefix in prefix_tokens):
-            return None  # a column called `group` may be anything
+            return None
         first: dict[str, tuple[int, int]] = {}
         names, prefixes = list[str | None](), list[int]()
         rows = zip(columns.get(GROUP_COLUMN, [None] * len(tokens)), prefix_tokens, tokens.tolist(), strict=True)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from distca_hf.analysis.groups import GROUP_COLUMNS, Groups
+from distca_hf.analysis.groups import GROUP_COLUMNS, PREFIX_COLUMN, Groups
 from distca_hf.analysis.numbers import OF_TEXTS, SAVETXT, Numbers, kind_of
 from distca_hf.arrays import IntArray, as_int_array
 from distca_hf.data.documents import DocumentSource
@@ -136,7 +136,7 @@ def _read_files(files: Sequence[Path], source: Path) -> DocumentLengths:
         raise PackingError(f"{source}: files have lengths in other columns than others{' and'.join(columns)}")
     grouping = {name: [each for one in read for each in one.grouping.get(name, ())] for name in read[0].grouping}
     if any(one.grouping.keys() != grouping.keys() for one in read):
-        raise PackingError(f"{source}: only some of the files have the columns {' and '.join(GROUP_COLUMNS)}")
+        raise PackingError(f"{source}: only some of the files have a column {PREFIX_COLUMN}")
     tokens = np.concatenate([one.tokens for one in read])
     return DocumentLengths(tokens, f"{source}, {len(files)} files{columns[0]}", grouping)
 
@@ -177,7 +177,12 @@ def _read_dataset(path: Path) -> DocumentLengths:
         except PackingError as error:
             raise PackingError(f"{path}: {error}") from error
         column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN
-        return DocumentLengths(tokens, f"{path}, column {column}", {} if column == SEQUENCES_COLUMN else grouping)
+        if grouping and column == SEQUENCES_COLUMN:
+            raise PackingError(
+                f"{path} has columns {PREFIX_COLUMN} and {SEQUENCES_COLUMN}: rows hold several documents, and one "
+                "could have the prefix; remove one of the columns"
+            )
+        return DocumentLengths(tokens, f"{path}, column {column}", grouping)
     columns = choose_columns(dataset.column_names, path)
     table = dataset.select_columns(columns).with_format("arrow")[:]
     return _same(
@@ -186,8 +191,9 @@ def _read_dataset(path: Path) -> DocumentLengths:
 
 
 def _no_grouping(names: Sequence[str]) -> dict[str, list[object]]:
-    """Returns empty lists for the values of those of `GROUP_COLUMNS` that there are."""
-    return {name: [] for name in GROUP_COLUMNS if name in names}
+    """Returns empty lists for the values of those of `GROUP_COLUMNS` that there are; none without prefixes: a column
+    called `group` may be anything."""
+    return {name: [] for name in GROUP_COLUMNS if name in names and PREFIX_COLUMN in names}
 
 
 def _same(columns: Mapping[str, IntArray], path: Path, grouping: Mapping[str, list[object]]) -> DocumentLengths:

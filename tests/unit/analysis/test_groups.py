@@ -99,8 +99,15 @@ def test_wrong_groups_are_refused_by_row(row: dict[str, object], says: str, tmp_
 def test_files_of_a_folder_must_all_have_the_columns(tmp_path: Path) -> None:
     for shard, columns in enumerate((COLUMNS, {"length": LENGTHS})):
         pq.write_table(pa.table(columns), tmp_path / f"rows-{shard}.parquet")
-    with pytest.raises(PackingError, match="only some of the files have the columns group and prefix_tokens"):
+    with pytest.raises(PackingError, match="only some of the files have a column prefix_tokens"):
         read_lengths(tmp_path)
+
+
+def test_prefixes_of_rows_with_several_documents_are_refused(tmp_path: Path) -> None:
+    packed = {"input_ids": TOKENS, "seq_lengths": [[length] for length in LENGTHS]}
+    Dataset.from_dict(COLUMNS | packed).save_to_disk(tmp_path / "packed")
+    with pytest.raises(PackingError, match="has columns prefix_tokens and seq_lengths: rows hold several documents"):
+        read_lengths(tmp_path / "packed")
 
 
 def drawn(rng: np.random.Generator) -> tuple[np.ndarray, Groups]:
