@@ -28,6 +28,8 @@ from distca_hf.arrays import IntArray, offsets, ranges
 BLOCK_TOKENS = 64
 # Seed of the factors of hashes: the same on all ranks.
 SEED = 45
+# Share of the tokens of a batch that one rank must save: its rows do not move otherwise.
+LEAST_SAVED = 0.1
 # Most prefixes that a document continues, one after the other: each is attended to in a call by itself.
 MOST_LEVELS = 8
 # More tokens than any documents share.

@@ -17,6 +17,7 @@ from distca_hf.analysis.answer import Assumptions, Choice, EpochFigures, Estimat
 from distca_hf.analysis.epoch import divide_batch, pack_epoch, plan_epoch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import StepReport, make_report
+from distca_hf.analysis.groups import UNSHARED
 from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing
 from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
@@ -165,10 +166,11 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
             answer = make_answer(step, plans, packed, documents.tokens, assumptions, options.compare)
     if options.plot is not None:
         draw_answer(answer, options.plot)
+    groups = documents.groups
     if options.as_json:
-        print_json(answer.as_json())
+        print_json({**answer.as_json(), "shared_prefixes": None if groups is None else groups.as_json(UNSHARED)})
     else:
-        print_answer(answer, Terminal())
+        print_answer(answer, Terminal(), "" if groups is None else groups.in_words(UNSHARED))
 
 
 # Maximum number of bars. With more ranks, several share a bar, which shows the heaviest of them.
@@ -188,10 +190,10 @@ WAYS_NOTE = (
 CHOICES_COLUMNS = 60
 
 
-def print_answer(answer: PlanAnswer, console: Console) -> None:
-    """Prints documents, the answer in two sentences, the epoch, estimates, choices, and the first step."""
+def print_answer(answer: PlanAnswer, console: Console, remark: str = "") -> None:
+    """Prints documents with a remark, the answer in two sentences, the epoch, estimates, choices, the first step."""
     model = answer.step.request.model
-    blocks: list[RenderableType] = [_world(answer), in_short(answer)]
+    blocks: list[RenderableType] = [f"{_world(answer)} {remark}".rstrip(), in_short(answer)]
     if model.other_layers:
         blocks.append(
             f"{model.name} has other layers than full attention: {model.other_layers}. Work and bytes here are "

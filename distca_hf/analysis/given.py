@@ -16,10 +16,12 @@ from distca_hf.analysis.answer import steps_worth_it
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import RankLoad, advice
+from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.memory import GIB, Checkpointing, Memory
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of
+from distca_hf.analysis.sharing import Sharing
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
@@ -31,7 +33,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds
-from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.plan import Plan, PlanFacts
 
 
 @dataclass(frozen=True)
@@ -40,27 +42,43 @@ class GivenMicroBatch:
 
     Attributes:
         facts: as in training, if hidden states return.
+        facts_placed_loss: the same if head and loss run on placed rows.
         stays: whether no row moves.
         moved_tokens: tokens that are computed on a rank other than their batch's.
     """
 
     facts: PlanFacts
+    facts_placed_loss: PlanFacts
     stays: bool
     moved_tokens: int
     planning_seconds: float
 
     @classmethod
-    def of(cls, plans: GivenPlans, packs: Sequence[IntArray]) -> "GivenMicroBatch":
-        """Plans a micro-batch from the lengths of each rank's batch."""
+    def of(
+        cls, request: SimulationRequest, plans: GivenPlans, tokens: IntArray, groups: Groups | None = None
+    ) -> "GivenMicroBatch":
+        """Plans a micro-batch.
+
+        Args:
+            tokens: `[rows]` lengths, rank after rank.
+            groups: which rows begin alike.
+        """
         began = time.perf_counter()
-        home = Layout.from_packs(packs)
-        layout = plans.layout(home)
+        home = Layout.from_packs(np.split(tokens, request.num_ranks))
+        layout = request.given_layout(plans, home, groups)
         plan = plans.plan(layout)
         seconds = time.perf_counter() - began
-        kinds = RoutedKinds.of(plan, 0, layer_masks=plans.layer_masks, work_before=home.rank_work_of)
-        facts = kinds.facts.with_tokens(home, layout)
+
+        def facts_of(plan: Plan) -> PlanFacts:
+            kinds = RoutedKinds.of(plan, 0, layer_masks=plans.layer_masks, work_before=home.rank_work_of)
+            return kinds.facts.with_tokens(home, plan.layout)
+
+        facts = of_loss = facts_of(plan)
+        if layout.shared is not None:  # the last token of a prefix predicts a label
+            of_loss = facts_of(plans.plan(request.given_layout(plans, home, groups, loss_is_placed=True)))
         moved = tokens_between(home, layout)
-        return cls(facts, layout is home, int(moved.sum() - np.trace(moved)), seconds)
+        of_loss = replace(of_loss, head_tokens=of_loss.tokens)
+        return cls(facts, of_loss, layout is home, int(moved.sum() - np.trace(moved)), seconds)
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,7 @@ class GivenAnswer:
     Attributes:
         row_tokens: `[rows]` all lengths.
         micro_batches: micro-batches that were planned.
+        sharing: what sharing prefixes brings; None if no documents are known to begin alike.
     """
 
     request: SimulationRequest
@@ -78,6 +97,7 @@ class GivenAnswer:
     micro_batches: Sequence[GivenMicroBatch]
     simulated: Result
     profile: ClusterProfile
+    sharing: Sharing | None = None
 
     @property
     def places_rows(self) -> bool:
@@ -99,7 +119,7 @@ class GivenAnswer:
 
     def _facts(self, loss_is_placed: bool) -> Iterable[PlanFacts]:
         for one in self.micro_batches:
-            yield replace(one.facts, head_tokens=one.facts.tokens) if loss_is_placed else one.facts
+            yield one.facts_placed_loss if loss_is_placed else one.facts
 
     @property
     def moved_share(self) -> float:
@@ -130,7 +150,7 @@ class GivenAnswer:
 
     @property
     def in_short(self) -> str:
-        """The answer in two sentences: balance before and after, then speed and memory."""
+        """The answer in a few sentences: tokens that are shared, balance before and after, speed and memory."""
         count, returned, placed = len(self.micro_batches), self.totals(False), self.totals(True)
         ours = [way for way in self.simulated.ways if way.is_ours]
         before, after, with_loss = (
@@ -140,9 +160,10 @@ class GivenAnswer:
             f"{with_loss:.2f} times, or {after:.2f} where results return" if self.places_rows else f"{after:.2f} times"
         )
         faster = " or ".join(f"{way.times_as_fast:.2f}" for way in reversed(ours))
+        shared = "" if self.sharing is None else self.sharing.in_short
         return (
-            f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps are "
-            f"{faster} times as fast as with plain data parallelism; a GPU needs "
+            f"In short: {shared}the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. "
+            f"Steps are {faster} times as fast as with plain data parallelism; a GPU needs "
             f"{max(way.memory_bytes for way in ours) / GIB:.1f} GiB with FSDP2, instead of "
             f"{self.simulated.plain.memory_bytes / GIB:.1f}"
             f"{self.request.room.on_host(self.memory, self.request.gpus)}. These are estimates; see below."
@@ -177,6 +198,7 @@ class GivenAnswer:
             "worst_step_imbalance_placed_loss": self.worst(True)[1] if self.places_rows else None,
             "ways": [way.as_json() for way in self.simulated.ways],
             "node_bytes": self.request.room.node_bytes(self.memory, self.request.gpus),
+            "shared_prefixes": None if self.sharing is None else self.sharing.as_json(),
             "advice": self.advice or None,
             "in_short": self.in_short,
         }
@@ -188,23 +210,33 @@ def answer(
     row_tokens: IntArray,
     profile: ClusterProfile,
     progress: PlanProgress | None = None,
+    groups: Groups | None = None,
 ) -> GivenAnswer:
     """Plans and simulates steps of given batches.
 
     Args:
         row_tokens: `[rows]` lengths.
+        groups: which rows begin alike.
 
     Raises:
         PackingError: there are too few rows for a step, or rows are longer than the model takes.
     """
     progress = progress or PlanProgress()
     size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.whole_documents)
-    steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).steps(row_tokens)
-    packs = [np.split(batch, request.num_ranks) for step in steps for batch in step]
-    planned = [GivenMicroBatch.of(plans, packs[number]) for number in progress.over("planning", range(len(packs)))]
+    steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).dealt_steps(row_tokens, groups)
+    dealt = [batch for step in steps for batch in step]
+    planned = [
+        GivenMicroBatch.of(request, plans, *dealt[number]) for number in progress.over("planning", range(len(dealt)))
+    ]
+    sharing = None
+    if groups is not None:
+        shares = request.least_tokens > 0
+        apart = [GivenMicroBatch.of(request, plans, tokens) for tokens, _ in dealt] if shares else planned
+        facts, facts_apart = ([one.facts for one in of] for of in (planned, apart))
+        sharing = Sharing(request, groups, facts, facts_apart)
     with progress.stage("simulating steps"):
-        result, _ = simulate(replace(request, batches=steps_worth_it(size)), profile, row_tokens)
-    return GivenAnswer(request, source, row_tokens, planned, result, profile)
+        result, _ = simulate(replace(request, batches=steps_worth_it(size)), profile, row_tokens, groups=groups)
+    return GivenAnswer(request, source, row_tokens, planned, result, profile, sharing)
 
 
 def run_given(options: PlanOptions) -> None:
@@ -253,7 +285,7 @@ def run_given(options: PlanOptions) -> None:
     progress = PlanProgress()
     with progress.shown():
         rows = progress.read_lengths(options.lengths)
-        found = answer(request, rows.source, rows.tokens, profile, progress)
+        found = answer(request, rows.source, rows.tokens, profile, progress, rows.groups)
     if options.as_json:
         print_json(found.as_json())
     else:
@@ -303,6 +335,9 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
     console.print(block("busiest rank / mean of all", table, words), highlight=False)
     console.print()
+    if found.sharing is not None:
+        console.print(found.sharing.table(), highlight=False)
+        console.print()
     words = (
         f"Simulated like `distca simulate --batch-size {request.batch_size} --batches "
         f"{found.simulated.plain.steps}`: FSDP2 in bf16, with times measured on "

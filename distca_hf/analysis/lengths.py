@@ -17,6 +17,8 @@ or is called `input_ids` and has lists, whose lengths count. If there are severa
 
 A saved dataset with `input_ids` must be one that the loader accepts, and is read as the loader reads it
 (`data.documents`). It may have any other columns. With a column `seq_lengths`, a row has several documents.
+
+Two more columns may say which documents begin alike (`groups`).
 """
 
 import csv
@@ -24,14 +26,15 @@ import gzip
 import json
 import re
 import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
+from distca_hf.analysis.groups import GROUP_COLUMNS, PREFIX_COLUMN, Groups
+from distca_hf.analysis.numbers import OF_TEXTS, SAVETXT, Numbers, kind_of
 from distca_hf.arrays import IntArray, as_int_array
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.rows import FOR_LENGTHS
@@ -50,15 +53,8 @@ TOKENS_COLUMN = "input_ids"
 # Column of the lengths of the documents of each row, which TRL's packing adds.
 SEQUENCES_COLUMN = "seq_lengths"
 COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
-# Columns of texts, a word of a text, and what to do with a file of texts.
+# Columns of texts.
 TEXT_COLUMNS = frozenset({"text", "content", "messages", "conversations", "prompt"})
-WORD = re.compile(r"[^\W\d_]{2}")
-OF_TEXTS = (
-    '. Tokenise texts first: python "$(distca examples tokenise_texts)" MODEL FILE FOLDER reads a column text '
-    "(of chats, make one with their template); then give FOLDER"
-)
-# A number as `numpy.savetxt` writes it.
-SAVETXT = re.compile(r"-?\d\.\d+e[+-]\d+")
 # Most that is read at once, or a small compressed file could fill memory: lengths of 100 million documents, and tokens
 # of a document of 40 million.
 MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
@@ -66,10 +62,17 @@ MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
 
 @dataclass(frozen=True, eq=False)
 class DocumentLengths:
-    """`[documents]` lengths in tokens, and their file and column."""
+    """`[documents]` lengths in tokens, and their file and column.
+
+    Attributes:
+        grouping: values of `GROUP_COLUMNS`, as far as there are such columns.
+        groups: which documents begin alike; None if that is not known.
+    """
 
     tokens: IntArray
     source: str
+    grouping: Mapping[str, list[object]] = field(default_factory=dict)
+    groups: Groups | None = None
 
 
 def read_lengths(path: Path) -> DocumentLengths:
@@ -80,14 +83,15 @@ def read_lengths(path: Path) -> DocumentLengths:
     """
     sample = None if path.exists() else LENGTHS.files().get(str(path))
     try:
-        lengths = _read(path) if sample is None else DocumentLengths(_read(sample).tokens, str(path))
+        lengths = _read(path) if sample is None else replace(_read(sample), source=str(path))
     except PackingError:
         raise
     except Exception as error:  # libraries that read files may raise anything
         raise PackingError(f"{path} cannot be read: {first_line(error)}") from error
     if len(lengths.tokens) == 0:
         raise PackingError(f"{lengths.source} has no documents")
-    return DocumentLengths(check_document_tokens(lengths.tokens, lengths.source), lengths.source)
+    tokens = check_document_tokens(lengths.tokens, lengths.source)
+    return replace(lengths, tokens=tokens, groups=Groups.of_columns(lengths.grouping, tokens, str(path)))
 
 
 def _read(path: Path) -> DocumentLengths:
@@ -130,8 +134,11 @@ def _read_files(files: Sequence[Path], source: Path) -> DocumentLengths:
     columns = sorted({one.source.removeprefix(str(file)) for one, file in zip(read, files, strict=True)})
     if len(columns) > 1:
         raise PackingError(f"{source}: files have lengths in other columns than others{' and'.join(columns)}")
+    grouping = {name: [each for one in read for each in one.grouping.get(name, ())] for name in read[0].grouping}
+    if any(one.grouping.keys() != grouping.keys() for one in read):
+        raise PackingError(f"{source}: only some of the files have a column {PREFIX_COLUMN}")
     tokens = np.concatenate([one.tokens for one in read])
-    return DocumentLengths(tokens, f"{source}, {len(files)} files{columns[0]}")
+    return DocumentLengths(tokens, f"{source}, {len(files)} files{columns[0]}", grouping)
 
 
 def _read_parquet(path: Path) -> DocumentLengths:
@@ -142,12 +149,15 @@ def _read_parquet(path: Path) -> DocumentLengths:
     file = pq.ParquetFile(path)
     columns = choose_columns(file.schema_arrow.names, path)
     parts: dict[str, list[IntArray]] = {column: [np.zeros(0, dtype=np.int64)] for column in columns}
-    for rows in file.iter_batches(columns=columns):
+    grouping = _no_grouping(file.schema_arrow.names)
+    for rows in file.iter_batches(columns=[*columns, *grouping]):
+        for name, known in grouping.items():
+            known += rows.column(name).to_pylist()
         for column in columns:
             values = pa.chunked_array([rows.column(column)])
             rows_before = sum(map(len, parts[column]))
             parts[column].append(_from_arrow(values, f"{path}, column {column}", rows_before))
-    return _same({column: np.concatenate(part) for column, part in parts.items()}, path)
+    return _same({column: np.concatenate(part) for column, part in parts.items()}, path, grouping)
 
 
 def _read_dataset(path: Path) -> DocumentLengths:
@@ -157,19 +167,36 @@ def _read_dataset(path: Path) -> DocumentLengths:
     dataset = load_from_disk(str(path)) if path.is_dir() else Dataset.from_file(str(path))
     if not isinstance(dataset, Dataset):
         raise PackingError(f"{path} holds several datasets: {', '.join(dataset)}; give the folder of one of them")
+    grouping = _no_grouping(dataset.column_names)
+    if grouping:
+        in_groups = dataset.select_columns(list(grouping)).with_format("arrow")[:]
+        grouping = {name: in_groups[name].to_pylist() for name in grouping}
     if TOKENS_COLUMN in dataset.column_names:  # as the loader reads it
         try:
             tokens = DocumentSource(dataset, sys.maxsize, reading=FOR_LENGTHS).document_tokens
         except PackingError as error:
             raise PackingError(f"{path}: {error}") from error
         column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN
-        return DocumentLengths(tokens, f"{path}, column {column}")
+        if grouping and column == SEQUENCES_COLUMN:
+            raise PackingError(
+                f"{path} has columns {PREFIX_COLUMN} and {SEQUENCES_COLUMN}: rows hold several documents, and one "
+                "could have the prefix; remove one of the columns"
+            )
+        return DocumentLengths(tokens, f"{path}, column {column}", grouping)
     columns = choose_columns(dataset.column_names, path)
     table = dataset.select_columns(columns).with_format("arrow")[:]
-    return _same({column: _from_arrow(table[column], f"{path}, column {column}") for column in columns}, path)
+    return _same(
+        {column: _from_arrow(table[column], f"{path}, column {column}") for column in columns}, path, grouping
+    )
 
 
-def _same(columns: Mapping[str, IntArray], path: Path) -> DocumentLengths:
+def _no_grouping(names: Sequence[str]) -> dict[str, list[object]]:
+    """Returns empty lists for the values of those of `GROUP_COLUMNS` that there are; none without prefixes: a column
+    called `group` may be anything."""
+    return {name: [] for name in GROUP_COLUMNS if name in names and PREFIX_COLUMN in names}
+
+
+def _same(columns: Mapping[str, IntArray], path: Path, grouping: Mapping[str, list[object]]) -> DocumentLengths:
     """Returns the lengths that all columns have."""
     if not columns:  # nor rows
         return DocumentLengths(np.zeros(0, dtype=np.int64), str(path))
@@ -181,7 +208,7 @@ def _same(columns: Mapping[str, IntArray], path: Path) -> DocumentLengths:
                 f"{path} has several columns of lengths, and in row {row} {name} is {tokens[row]} and {other} "
                 f"{lengths[row]}{and_more(len(rows) - 1)}; keep one of the columns"
             )
-    return DocumentLengths(tokens, f"{path}, column {name}")
+    return DocumentLengths(tokens, f"{path}, column {name}", grouping)
 
 
 def _from_arrow(values: "ChunkedArray", source: str, rows_before: int = 0) -> IntArray:
@@ -222,57 +249,6 @@ def choose_columns(names: Sequence[str], path: Path) -> list[str]:
     raise PackingError(f"{path} has no column of lengths ({', '.join(COLUMNS)}); its columns: {there}{way}")
 
 
-class Numbers:
-    """Whole numbers in the order in which they are read. Lines are read one by one, because there may be millions.
-
-    Args:
-        source: their file and column, for errors.
-        each: name of one of them in errors, such as "row".
-    """
-
-    def __init__(self, source: str, each: str) -> None:
-        self._source = source
-        self._each = each
-        self._numbers = array("q")
-
-    def add(self, value: object) -> None:
-        """Adds an integer; refuses all other JSON values, such as 3.0 and true."""
-        if type(value) is not int:
-            raise self._refusal(_kind(value), isinstance(value, str | dict))
-        if abs(value) >= 2**63:
-            raise PackingError(f"{self._next} is {_short(value)}, far more tokens than a document can have")
-        self._numbers.append(value)
-
-    def add_length(self, value: object) -> None:
-        """Adds the length of a list."""
-        if not isinstance(value, list):
-            raise PackingError(f"{self._next} is {_kind(value)}, not a list of tokens")
-        self._numbers.append(len(value))
-
-    def add_text(self, text: str) -> None:
-        """Adds a number from its digits, or as `numpy.savetxt` writes it."""
-        digits = text.strip()
-        if SAVETXT.fullmatch(digits) and float(digits).is_integer():
-            digits = str(int(float(digits)))
-        if not digits.removeprefix("-").isdecimal() or not digits.isascii():
-            raise self._refusal(_short(digits), WORD.search(digits) is not None)
-        self.add(int(digits) if len(digits) < 32 else 10**32)
-
-    def array(self) -> IntArray:
-        """Returns `[documents]` numbers."""
-        return np.array(self._numbers, dtype=np.int64)
-
-    @property
-    def _next(self) -> str:
-        """Names the next number in errors."""
-        return f"{self._source}: {self._each} {len(self._numbers)}"
-
-    def _refusal(self, kind: str, is_text: bool) -> PackingError:
-        """Returns the error for a value that is not a number; if the first value is text, with the way to lengths."""
-        way = OF_TEXTS if is_text and not self._numbers else ""
-        return PackingError(f"{self._next} is {kind}, not a whole number{way}")
-
-
 def read_json(path: Path) -> DocumentLengths:
     """Reads a flat JSON list, or objects, one per line, as `datasets` writes them under this ending."""
     with _open(path) as file:
@@ -285,7 +261,7 @@ def read_json(path: Path) -> DocumentLengths:
         )
     values = _parsed(text, str(path))
     if not isinstance(values, list):
-        raise PackingError(f"{path} must hold a flat list of whole numbers, not {_kind(values)}")
+        raise PackingError(f"{path} must hold a flat list of whole numbers, not {kind_of(values)}")
     numbers = Numbers(str(path), "entry")
     for value in values:
         numbers.add(value)
@@ -295,13 +271,14 @@ def read_json(path: Path) -> DocumentLengths:
 def read_jsonl(path: Path) -> DocumentLengths:
     """Reads JSON objects, one per line; all must have the columns of the first."""
     columns: dict[str, Numbers] = {}
+    grouping = _no_grouping(GROUP_COLUMNS)
     with _open(path) as file:
         for line_number, line in enumerate(_lines(file, path), start=1):
             if not line.strip():
                 continue
             row = _parsed(line, f"{path}, line {line_number}")
             if not isinstance(row, dict):
-                raise PackingError(f"{path}, line {line_number} must be an object with a length, not {_kind(row)}")
+                raise PackingError(f"{path}, line {line_number} must be an object with a length, not {kind_of(row)}")
             if not columns:
                 columns = {name: Numbers(f"{path}, column {name}", "row") for name in choose_columns(list(row), path)}
             for column, numbers in columns.items():
@@ -309,7 +286,9 @@ def read_jsonl(path: Path) -> DocumentLengths:
                     numbers.add_length(row.get(column))
                 else:
                     numbers.add(row.get(column))
-    return _same({column: numbers.array() for column, numbers in columns.items()}, path)
+            for name, known in grouping.items():
+                known.append(row.get(name))
+    return _same({column: numbers.array() for column, numbers in columns.items()}, path, grouping)
 
 
 def read_csv(path: Path) -> DocumentLengths:
@@ -328,10 +307,13 @@ def read_csv(path: Path) -> DocumentLengths:
         if twice := [name for name in chosen if names.count(name) > 1]:
             raise PackingError(f"{path} has {names.count(twice[0])} columns {twice[0]}; keep one of them")
         columns = {name: (names.index(name), Numbers(f"{path}, column {name}", "row")) for name in chosen}
+        grouping = _no_grouping(names)
         for row in rows:
             for at, numbers in columns.values():
                 numbers.add_text(row[at] if at < len(row) else "")
-    return _same({name: numbers.array() for name, (_, numbers) in columns.items()}, path)
+            for name, known in grouping.items():
+                known.append(row[names.index(name)] if names.index(name) < len(row) else "")
+    return _same({name: numbers.array() for name, (_, numbers) in columns.items()}, path, grouping)
 
 
 def read_txt(path: Path) -> DocumentLengths:
@@ -375,16 +357,3 @@ def _parsed(text: str, where: str) -> object:
         return json.loads(text)
     except ValueError as error:
         raise PackingError(f"{where} is not JSON: {error}") from error
-
-
-def _kind(value: object) -> str:
-    """Describes a JSON value briefly."""
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
-    return f"a text of {len(value)} characters" if isinstance(value, str) else _short(value)
-
-
-def _short(value: object) -> str:
-    """Returns a value as JSON writes it, in a few characters."""
-    text = json.dumps(value)
-    return text if len(text) <= 24 else f"{text[:20]}..."

@@ -54,7 +54,7 @@ class PlanOptions:
             help="document lengths, in the dataset's order: .jsonl, .csv, .tsv, .parquet or .arrow with a column "
             "length, lengths, num_tokens, token_count, n_tokens or input_ids; a flat list in .json; a number per "
             "line in .txt; .npy; a saved datasets folder; a folder of such files, or a pattern in quotes; or a "
-            "shipped sample: pretrain, prolong",
+            "shipped sample: pretrain, prolong. Columns group and prefix_tokens say which rows begin alike",
         ),
     ]
     gpus: Annotated[int, typer.Option(help="GPUs (ranks) that train together")]

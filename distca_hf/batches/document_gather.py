@@ -18,6 +18,10 @@ from distca_hf.arrays import IntArray, as_int_array, offsets, ranges
 from distca_hf.batches.read_documents import ReadDocuments
 from distca_hf.comm.transport import Transport
 from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, num_hashes
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
 
 
 class BatchDocuments(NamedTuple):
@@ -132,6 +136,20 @@ def to_share(read: ReadDocuments, shares: bool, has_one_label: bool, least_token
 def begin_alike(read: ReadDocuments, least_tokens: int) -> bool:
     """Returns whether any documents of a batch begin alike."""
     return bool(_repeated([_beginnings(read, least_tokens)])[0].any())
+
+
+def say_unshared(read: ReadDocuments, shown_as: ReadDocuments | None, why: str, least_tokens: int) -> bool:
+    """Logs why documents of a batch that begin alike do not share their prefix; returns whether any do so.
+
+    Args:
+        shown_as: the batch with hashes only of what its documents may share; None if they may share nothing.
+    """
+    if read.hashes is None or not begin_alike(read, least_tokens):
+        return False
+    if shown_as is not None and begin_alike(shown_as, least_tokens):
+        return False
+    log.info("documents begin alike, but layers compute the prefix again for each: %s", why)
+    return True
 
 
 def saved_share(read: ReadDocuments, least_tokens: int) -> float:

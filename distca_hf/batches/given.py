@@ -25,7 +25,7 @@ import torch
 
 from distca_hf.batches.agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, begin_alike, to_share
+from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, say_unshared, to_share
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, PaddedRows, ReadDocuments, Reading
 from distca_hf.batches.step_ahead import HostPlan, StepAhead
@@ -39,15 +39,12 @@ from distca_hf.layout import Layout
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds
 from distca_hf.planning.plan import ExtraRanks, PlanFacts
 from distca_hf.planning.row_moves import RowMoves
-from distca_hf.prefixes import SharedPrefixes
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import PostingTransport, among_trainers
 from distca_hf.runtime.row_moves import PinnedRowMoves
-from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
+from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 
-
-log = get_logger(__name__)
 
 # Why documents that begin alike do not share their prefix.
 LEARNT = (
@@ -225,10 +222,8 @@ class GivenPlanner:
         tokens = self._config.shared_prefix_tokens
         if shown_as is read or self._said_unshared or not tokens:
             return
-        if begin_alike(read, tokens) and not begin_alike(shown_as, tokens):
-            self._said_unshared = True
-            why = unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
-            log.info("documents begin alike, but layers compute the prefix again for each: %s", why)
+        why = unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
+        self._said_unshared = say_unshared(read, shown_as, why, tokens)
 
     def _prepare_gathered(
         self, gather: DocumentGather, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
@@ -241,10 +236,8 @@ class GivenPlanner:
         self, documents: BatchDocuments, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
         """Plans and routes batches on the host, from the documents of each rank; safe in a thread."""
-        home, plans, shared = Layout.from_packs(documents.lengths), self._plans, None
-        if documents.hashes:
-            shared = SharedPrefixes.find(home.document_tokens, documents.hashes, self._least_tokens)
-        layout = plans.layout(home if shared is None else home.sharing(shared))
+        home, plans = Layout.from_packs(documents.lengths), self._plans
+        layout = plans.layout(home, documents.hashes, self._least_tokens)
         plan = plans.plan(layout, extra_ranks)
         plan.fingerprint  # noqa: B018 (remembered from here on)
         topology = plans.topology if extra_ranks is None else extra_ranks.topology(plans.topology)

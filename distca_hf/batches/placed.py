@@ -4,6 +4,7 @@ Training and `distca plan` both use it, so it does not import torch.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from distca_hf.placement.place import place
 from distca_hf.placement.whole import fit_whole, place_whole
 from distca_hf.planning.plan import ExtraRanks, Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.prefixes import SharedPrefixes
 
 
 if TYPE_CHECKING:
@@ -250,14 +252,17 @@ class GivenPlans:
     layer_masks: LayerMasks = CAUSAL_LAYERS
     places_rows: bool = True
 
-    def layout(self, home: Layout) -> Layout:
+    def layout(self, home: Layout, hashes: Sequence[IntArray] = (), least_tokens: int = 0) -> Layout:
         """Returns the layout that layers compute.
 
         Args:
             home: whole documents, in the order of the batches.
+            hashes, least_tokens: see `SharedPrefixes.find`; no hashes if no two documents begin alike.
         """
         if not self.places_rows:
             return home
+        if hashes and (shared := SharedPrefixes.find(home.document_tokens, hashes, least_tokens)) is not None:
+            home = home.sharing(shared)
         return place_given(home, self.topology, self.head_groups, self.layer_masks)
 
     def plan(self, layout: Layout, extra_ranks: ExtraRanks | None = None) -> Plan:

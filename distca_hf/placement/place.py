@@ -19,6 +19,8 @@ the speed within a node, for any number of ranks. So a part of a document is str
 The work of a stripe is divided equally among the ranks of its node, whichever tokens they hold. Tokens are spread
 evenly too, and with them the bytes that ranks send.
 
+Documents that share a prefix are dealt together (`trees`), unless ranks then have less even work.
+
 Documents may be placed such that sliding windows are even, too (`even_windows`). Of both placements, the one with the
 shorter predicted time is taken.
 """
@@ -32,8 +34,8 @@ from operator import not_
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, offsets
-from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, DocumentCost, LayerMasks, Mask, Work
+from distca_hf.arrays import IntArray, offsets, sum_by
+from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, DocumentCost, LayerMasks, Mask, Work, imbalance
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, Stripe, Topology, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
@@ -41,6 +43,7 @@ from distca_hf.placement.even_windows import EvenWindows
 from distca_hf.placement.heuristics import ALIKE_NODES, deal_longest_first, heuristics_to_try, key_tokens
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
 from distca_hf.placement.predicted import QUERY_AND_OUTPUT_PARTS, LayersByMask, PredictedTime
+from distca_hf.placement.trees import Trees
 from distca_hf.prefixes import SharedPrefixes
 
 
@@ -56,6 +59,8 @@ MOST_OFF = 1e-2
 FEW_NODES_OFF = 1.5e-3
 # Deviation of a rank's work within a node, as a fraction of it, up to which long documents are not cut.
 RANKS_OFF = 3e-3
+# Deviation of a node's or rank's work up to which documents with a common prefix stay together.
+TREES_OFF = 1e-3
 # Number of nodes up to which `FEW_NODES_OFF` applies.
 FEW_NODES = 7
 # Longest document, in tokens, that is cut readily between nodes: its keys and values are few bytes, 16 MB per layer of
@@ -133,7 +138,7 @@ def place(
         shared=shared,
     )
     # 1. Only for full attention. That suffices without windows, or if they are even by chance.
-    for_widest = documents.placed()
+    for_widest = documents.placed() if shared is None else documents.placed_with_trees(shared)
     if not kinds.windows:
         return for_widest
     time_for_widest = PredictedTime.of(for_widest, kinds, shares)
@@ -190,6 +195,7 @@ class _Documents:
         shares: relative work of each rank.
         has_shares: whether shares may differ.
         shared: see `place`.
+        trees: documents with a common prefix, which are placed together; None if each is placed by itself.
     """
 
     lengths: IntArray
@@ -200,6 +206,7 @@ class _Documents:
     shares: list[float]
     has_shares: bool
     shared: SharedPrefixes | None = None
+    trees: Trees | None = None
 
     @cached_property
     def first_own(self) -> IntArray:
@@ -219,7 +226,9 @@ class _Documents:
 
     @cached_property
     def pool(self) -> PiecePool:
-        """All documents; each way to place them takes from a copy of it."""
+        """All documents, or all trees; each way to place them takes from a copy of it."""
+        if self.trees is not None:
+            return self.trees.pool
         return PiecePool.of_documents(self.sorted_tokens, self.cost, self.first_own[self.order])
 
     def striped(self, pieces: Sequence[Piece], num_ranks: int) -> list[bool]:
@@ -245,6 +254,17 @@ class _Documents:
             for _, document, start, stop, work in pieces
         ]
 
+    def placed_with_trees(self, shared: SharedPrefixes) -> Layout:
+        """Places documents with a common prefix together. If work is uneven then, and is not if they are placed one by
+        one, returns that layout."""
+
+        def uneven(layout: Layout) -> float:
+            held = layout.segment_start, layout.segment_stop, layout.document_tokens[layout.segment_document]
+            return imbalance(sum_by(layout.segment_rank, self.cost.work_of(*held), layout.num_ranks), self.shares)
+
+        together = replace(self, trees=Trees.of(self.lengths, shared, self.cost)).placed()
+        return together if uneven(together) <= 1 + RANKS_OFF else min(together, self.placed(), key=uneven)
+
     def placed(self, kinds: LayersByMask | None = None) -> Layout:
         """Places the documents: only for the widest mask or, given `kinds`, with even windows, too."""
         # 1. Documents to nodes.
@@ -254,6 +274,8 @@ class _Documents:
         pool = self.pool.copy()
         goals = _goals(map(sum, tokens_of), map(sum, shares_of), pool.work_left)
         off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
+        if self.trees is not None:
+            off = TREES_OFF
         windows = EvenWindows.of_nodes(kinds, self.lengths, self.first_own, pool.work_left) if kinds else None
         if windows is None:
             held_by_node = deal_longest_first(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
@@ -265,7 +287,8 @@ class _Documents:
             held_by_node = min(held_by_node, lightest_first, key=lambda held: largest_miss(held, goals))
 
         # 2. Documents of each node to stripes and ranks.
-        off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
+        if self.trees is None:
+            off = RANKS_OFF if len(nodes) > 1 else RANKS_OFF + FEW_NODES_OFF
         segments: list[list[Segment]] = []
         stripes: list[Stripe] = []
         for ranks, held, tokens, shares in zip(nodes, held_by_node, tokens_of, shares_of, strict=True):
@@ -282,7 +305,8 @@ class _Documents:
                 ways = [way.deal for way in heuristics_to_try(len(rest), len(ranks), len(self.shares))]
             else:
                 ways = [windows.of_ranks(pieces).deal]
-            segments += _deal_to_ranks(striped, rest, rank_goals, self.pool.work, off, ways)
+            keys = key_tokens if self.trees is None else self.trees.key_tokens
+            segments += _deal_to_ranks(striped, rest, rank_goals, self.pool.work, off, ways, keys)
             stripes += [
                 Stripe(document, start, stop, ranks.start, ranks.stop) for _, document, start, stop, _ in striped
             ]
@@ -294,7 +318,12 @@ class _Documents:
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
         num_ranks = len(self.shares)
         rank = np.repeat(np.arange(num_ranks), [len(of_rank) for of_rank in segments])
-        document, start, stop, rank = join_neighbours(self.order[numbers[:, 0]], numbers[:, 1], numbers[:, 2], rank)
+        document, start, stop = numbers.T
+        if self.trees is None:
+            document = self.order[document]
+        else:
+            document, start, stop, rank = self.trees.of_documents(document, start, stop, rank)
+        document, start, stop, rank = join_neighbours(document, start, stop, rank)
         follows = document if self.shared is None else np.argsort(self.shared.order)[document]
         in_order = np.lexsort((start, follows, start > 0, rank))
         tokens_before = offsets(stop - start)
@@ -314,10 +343,16 @@ class _Documents:
 
 
 def _deal_to_ranks(
-    striped: list[Piece], rest: list[Piece], goals: list[Goal], work: Work, off: float, ways: Sequence[Deal]
+    striped: list[Piece],
+    rest: list[Piece],
+    goals: list[Goal],
+    work: Work,
+    off: float,
+    ways: Sequence[Deal],
+    keys: Callable[[Iterable[list[Piece]]], int],
 ) -> list[list[Segment]]:
-    """Deals the pieces of a node: `striped` ones over all ranks, the `rest` in the way that moves the fewest keys.
-    Returns the segments of each of its ranks. Goals are for all pieces together."""
+    """Deals the pieces of a node: `striped` ones over all ranks, the `rest` in the way that moves the fewest keys,
+    which `keys` counts. Returns the segments of each of its ranks. Goals are for all pieces together."""
     # 1. Stripes: tokens spread evenly, work divided equally.
     on_ranks = _spread(striped, [goal.tokens for goal in goals])
     striped_work = work_of(striped) / len(goals)
@@ -330,7 +365,7 @@ def _deal_to_ranks(
         for goal, held in zip(goals, on_ranks, strict=True)
     ]
     dealt = [way(PiecePool(rest, work), goals_of_rest, off) for way in ways]
-    for held, more in zip(on_ranks, min(dealt, key=key_tokens) if len(dealt) > 1 else dealt[0], strict=True):
+    for held, more in zip(on_ranks, min(dealt, key=keys) if len(dealt) > 1 else dealt[0], strict=True):
         held += [(document, start, stop) for _, document, start, stop, _ in more]
     return on_ranks
 

@@ -150,15 +150,18 @@ class PredictedTime:
 def moved_rows(layout: Layout) -> float:
     """Counts the rows that a layout moves in a layer with full attention, in keys and values of one token.
 
-    A rank needs the keys of all tokens of a document up to its last one, except its own. Stripes also move queries and
-    outputs, and the keys of each head to one rank.
+    A rank needs the keys of all tokens of a document up to its last one, prefixes included, except its own. Stripes
+    also move queries and outputs, and the keys of each head to one rank.
     """
     moved = 0.0
     for stripe in layout.stripes:
         ranks, tokens = stripe.stop_rank - stripe.first_rank, stripe.stop - stripe.start
         moved += (1 + QUERY_AND_OUTPUT_PARTS) * tokens * (ranks - 1) / ranks + stripe.start
     alone = ~layout.segment_in_stripe
-    held = (layout.segment_rank * layout.num_documents + layout.segment_document)[alone]
+    rank, document, stop = (x[alone] for x in (layout.segment_rank, layout.segment_document, layout.segment_stop))
+    if layout.shared is not None:
+        index, document, _, stop = layout.shared.held(document, np.zeros_like(stop), stop)
+        rank = rank[index]
     last = np.zeros(layout.num_ranks * layout.num_documents, dtype=np.int64)
-    np.maximum.at(last, held, layout.segment_stop[alone])
+    np.maximum.at(last, rank * layout.num_documents + document, stop - layout.first_own[document])
     return moved + int(last.sum()) - int(layout.segment_tokens[alone].sum())

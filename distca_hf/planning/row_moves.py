@@ -22,7 +22,7 @@ import numpy as np
 from distca_hf.arrays import IntArray, exclusive_cumsum, offsets, ranges, sum_by
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import ALL_HEADS, Ranges
-from distca_hf.planning.transfers import KeyRanges
+from distca_hf.planning.transfers import KeyRanges, held_keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,22 +86,11 @@ class SharedHome:
     def of(cls, home: Layout, placed: Layout, rank: int, places: IntArray | None) -> tuple[Self, bool]:
         """Returns the way home of a rank, and whether any rank sends rows to another one. Arguments: see
         `RowMoves.of`."""
-        shared, num_ranks = placed.shared, home.num_ranks
-        assert shared is not None
-        # 1. Ranges of rows that home ranks need, each once, cut where placed segments end; by source and destination.
-        whole, documents = home.document_tokens, np.arange(home.num_documents)
-        of_document, holder, start, stop = shared.held(documents, np.zeros_like(whole), whole)
-        heads = np.full(len(holder), ALL_HEADS)
-        needs = KeyRanges.join(home.segment_rank[of_document], holder, heads, start, stop, 1)
-        order = np.lexsort((placed.segment_start, placed.segment_document))
-        segments = placed.segment_document[order], placed.segment_start[order], placed.segment_stop[order]
-        need, held = needs.overlaps(_ranges(*segments))
-        destination, source = needs.reader[need], placed.segment_rank[order][held]
-        begin, end = np.maximum(needs.start[need], segments[1][held]), np.minimum(needs.stop[need], segments[2][held])
-        row = placed.segment_row[order][held] + begin - segments[1][held]
-        by_rank = np.lexsort((begin, segments[0][held], destination, source))
-        destination, source, begin, end, row = (x[by_rank] for x in (destination, source, begin, end, row))
-        document, tokens = segments[0][held][by_rank], end - begin
+        num_ranks = home.num_ranks
+        # 1. Ranges of rows that home ranks need, by source and destination.
+        of_document, holder, start, stop = held = _held(home, placed)
+        source, destination, document, begin, end, row = _results(home, placed, held)
+        tokens = end - begin
 
         # 2. Home rows of this rank, and the rows in order of arrival that they are copies of.
         leaves, comes = np.flatnonzero(source == rank), np.flatnonzero(destination == rank)
@@ -122,6 +111,40 @@ class SharedHome:
             places=home_rows if places is None else places[home_rows],
         )
         return of_rank, bool(np.any(source != destination))
+
+
+def results_between(home: Layout, placed: Layout) -> IntArray:
+    """Counts `[home rank, placed rank]` rows whose results the second rank sends to the first, or keeps as its own.
+    Arguments: see `RowMoves.of`."""
+    source, destination, _, begin, end, _ = _results(home, placed, _held(home, placed))
+    num_ranks = home.num_ranks
+    return sum_by(destination * num_ranks + source, end - begin, num_ranks**2).reshape(num_ranks, num_ranks)
+
+
+def _held(home: Layout, placed: Layout) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Returns the ranges of every whole document: its number, the document that holds the rows, start and stop."""
+    whole = home.document_tokens
+    return held_keys(placed, np.arange(home.num_documents), np.zeros_like(whole), whole)
+
+
+def _results(home: Layout, placed: Layout, held: tuple[IntArray, ...]) -> tuple[IntArray, ...]:
+    """Returns the ranges of rows that home ranks need, each once, cut where placed segments end: source, destination,
+    document, start, stop, and first placed row. They are sorted in this order.
+
+    Args:
+        held: see `_held`.
+    """
+    of_document, holder, start, stop = held
+    needs = KeyRanges.join(home.segment_rank[of_document], holder, np.full(len(holder), ALL_HEADS), start, stop, 1)
+    order = np.lexsort((placed.segment_start, placed.segment_document))
+    segments = placed.segment_document[order], placed.segment_start[order], placed.segment_stop[order]
+    need, at = needs.overlaps(_ranges(*segments))
+    document, first, last = (x[at] for x in segments)
+    destination, source = needs.reader[need], placed.segment_rank[order][at]
+    begin, end = np.maximum(needs.start[need], first), np.minimum(needs.stop[need], last)
+    row = placed.segment_row[order][at] + begin - first
+    by_rank = np.lexsort((begin, document, destination, source))
+    return tuple(x[by_rank] for x in (source, destination, document, begin, end, row))
 
 
 def _ranges(document: IntArray, start: IntArray, stop: IntArray) -> Ranges:

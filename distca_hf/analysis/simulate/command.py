@@ -72,11 +72,18 @@ def run_simulate(options: SimulateOptions) -> None:
         for request in requests:
             words = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
             with progress.counting(words, request.batches) as count:
-                result, of_result = simulate(request, profile, documents.tokens, options.token_budget, count)
+                result, of_result = simulate(
+                    request, profile, documents.tokens, options.token_budget, count, groups=documents.groups
+                )
             results.append(result)
             notes.merge(of_result)
     of_batches = OF_PACKED if options.batch_size is None else OF_GIVEN
     assumptions = [*of_batches, *ASSUMPTIONS, *_assumptions(options, requests, profile), *notes.lines()]
+    if documents.groups is not None:
+        saved = 100 * max(way.shared_share for result in results for way in result.ways)
+        dealt = " Groups are dealt as TRL's GRPO trainer deals them." if saved else ""
+        words = documents.groups.in_words(requests[0].unshared)
+        assumptions.append(f"{words} {saved:.0f} % of the tokens are not computed again.{dealt}")
     if options.as_json:
         print_json(
             {

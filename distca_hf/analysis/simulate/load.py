@@ -26,6 +26,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import LATE_SHARE
+from distca_hf.planning.row_moves import results_between
 from distca_hf.planning.transfers import keys_between, queries_between
 
 
@@ -65,6 +66,7 @@ class Load:
         beside_seconds: further seconds of the micro-batch, such as planning in the step.
         head_tokens: `[ranks]` tokens that each rank's head computes; None: its layers' tokens.
         state_bytes: as `bytes_per_layer`, of a mixer.
+        prefixes: `[documents]` tokens of each document that layers compute for another one; None if there are none.
     """
 
     tokens: IntArray
@@ -75,6 +77,7 @@ class Load:
     beside_seconds: float = 0.0
     head_tokens: IntArray | None = None
     state_bytes: int = 0
+    prefixes: IntArray | None = None
 
     @property
     def of_head(self) -> IntArray:
@@ -284,12 +287,15 @@ def rows_placed(
     load = replace(load, head_tokens=None if loss_is_placed else home.rank_tokens)
     if placed is home:
         return load
+    described, hidden = (2 + loss_is_placed) * WHOLE_BYTES, HALF_BYTES * costs.model.size.hidden_size
     moved = tokens_between(home, placed).astype(np.float64)
     copied = (moved.sum(axis=0) + moved.sum(axis=1)).max()  # rows are gathered, and scattered
     np.fill_diagonal(moved, 0.0)
-    described, hidden = (2 + loss_is_placed) * WHOLE_BYTES, HALF_BYTES * costs.model.size.hidden_size
     seconds = exchange_seconds(cluster, described * moved).max() + costs.copy_seconds(2 * described * copied)
     if not loss_is_placed:
+        moved = results_between(home, placed).astype(np.float64)
+        copied = (moved.sum(axis=0) + home.rank_tokens).max()
+        np.fill_diagonal(moved, 0.0)
         seconds += exchange_seconds(cluster, hidden * moved.T).max() + exchange_seconds(cluster, hidden * moved).max()
         seconds += 2 * costs.copy_seconds(2 * hidden * copied)
     return replace(load, beside_seconds=load.beside_seconds + float(seconds))

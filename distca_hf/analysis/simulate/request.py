@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from distca_hf.analysis.fit import RankLoad, Room, check_tiles_and_host
+from distca_hf.analysis.groups import UNSHARED, Groups
 from distca_hf.analysis.memory import (
     GIB,
     USABLE_SHARE,
@@ -24,7 +26,7 @@ from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.flops import H200_GIB
-from distca_hf.layout import MAX_DOCUMENT_TOKENS, Topology
+from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Topology
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.servers.served_plans import Servers
 
@@ -222,6 +224,34 @@ class SimulationRequest:
         topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
         return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows)
 
+    def given_layout(
+        self, plans: GivenPlans, home: Layout, groups: Groups | None, loss_is_placed: bool = False
+    ) -> Layout:
+        """Returns the layout that layers compute, as in training.
+
+        Args:
+            home: whole documents, in the order of the batches.
+            groups: which of them begin alike.
+        """
+        if groups is None:
+            return plans.layout(home)
+        hashes = groups.hashes(home.document_tokens, self.num_ranks, self.least_tokens, loss_is_placed)
+        return plans.layout(home, hashes, self.least_tokens)
+
+    @property
+    def unshared(self) -> str:
+        """Why documents that begin alike do not share their prefix; empty if they do."""
+        if self.batch_size is None:
+            return UNSHARED
+        if self.model.mixer_layers or self.model.whole_documents:
+            return "layers carry a state from token to token"
+        return "" if self.planner.config.shared_prefix_tokens else "shared_prefix_tokens is 0"
+
+    @property
+    def least_tokens(self) -> int:
+        """Shortest prefix that documents share; 0: none is shared."""
+        return 0 if self.unshared else self.planner.config.shared_prefix_tokens
+
     @cached_property
     def stage_planner(self) -> PlacedPlanner:
         """The planner of a training in the stages of the pipeline, which shapes optimizer steps for it."""
@@ -267,14 +297,9 @@ class SimulationRequest:
         Raises:
             PackingError: there are too few documents for one step.
         """
-        longest = int(document_tokens.max(initial=0))
-        if self.context_tokens is None and longest > self.longest_tokens:
-            raise PackingError(
-                f"a document of {longest} tokens is longer than the {self.longest_tokens} that ranks and model take; "
-                f"--context {self.longest_tokens} {'cuts' if self.batch_size else 'splits'} longer ones"
-            )
         if self.batch_size is not None:
-            return self._dealt_steps(document_tokens, self.num_ranks * self.batch_size * self.accumulation)
+            return [[tokens for tokens, _ in step] for step in self.dealt_steps(document_tokens)]
+        self._check_longest(document_tokens)
         lengths = fit_documents(document_tokens, self.longest_tokens, "split")[2]
         whole_steps = 1 if self.pipeline is None else self.micro_batches  # as in a training in stages
         packer = EpochPacker(
@@ -298,24 +323,41 @@ class SimulationRequest:
             epoch += 1
         return steps
 
-    def _dealt_steps(self, row_tokens: IntArray, step_rows: int) -> list[list[IntArray]]:
-        """Returns the lengths of each micro-batch, rank after rank, of steps of this many rows.
+    def dealt_steps(
+        self, row_tokens: IntArray, groups: Groups | None = None
+    ) -> list[list[tuple[IntArray, Groups | None]]]:
+        """Returns lengths and groups of each micro-batch, rank after rank, for batches of the user's sampler.
 
         As Trainer and Accelerate deal them, an epoch has all rows in random order, and ranks take a batch each in
-        turns. The last step of an epoch is left out if it is not full.
+        turns. Rows with groups are dealt as `groups` says. The last step of an epoch is left out if it is not full.
+
+        Raises:
+            PackingError: there are too few rows for one step, or one is too long.
         """
+        self._check_longest(row_tokens)
+        of_step = self.num_ranks, self.accumulation, self.batch_size or 0
+        step_rows, lengths = prod(of_step), np.minimum(row_tokens, self.longest_tokens)
         if len(row_tokens) < step_rows:
             raise PackingError(
                 f"{len(row_tokens)} rows are too few for one step: {self.num_ranks} data ranks x {self.batch_size} "
                 f"rows x {self.accumulation} micro-steps take {step_rows}"
             )
-        lengths = np.minimum(row_tokens, self.longest_tokens)
-        steps: list[list[IntArray]] = []
+        steps: list[list[tuple[IntArray, Groups | None]]] = []
         while len(steps) < self.batches:
-            order = np.random.default_rng([self.seed, len(steps)]).permutation(len(lengths))
-            whole = lengths[order[: len(order) // step_rows * step_rows]]
-            steps += [np.split(step, self.accumulation) for step in np.split(whole, len(whole) // step_rows)]
+            rng = np.random.default_rng([self.seed, len(steps)])
+            order = rng.permutation(len(lengths)) if groups is None else groups.dealt(rng, *of_step)
+            for step in np.split(order[: len(order) // step_rows * step_rows], len(order) // step_rows):
+                rows = np.split(step, self.accumulation)
+                steps.append([(lengths[batch], None if groups is None else groups.of(batch)) for batch in rows])
         return steps[: self.batches]
+
+    def _check_longest(self, document_tokens: IntArray) -> None:
+        longest = int(document_tokens.max(initial=0))
+        if self.context_tokens is None and longest > self.longest_tokens:
+            raise PackingError(
+                f"a document of {longest} tokens is longer than the {self.longest_tokens} that ranks and model take; "
+                f"--context {self.longest_tokens} {'cuts' if self.batch_size else 'splits'} longer ones"
+            )
 
     def without_stages(self, step: Sequence[IntArray]) -> list[IntArray]:
         """Returns the lengths of each micro-step of all data ranks: up to one micro-batch per stage, joined."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.memory import Sharding, saves_attention
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
@@ -46,6 +47,7 @@ class WayFigures:
         most_tokens: most tokens that layers of a GPU compute in a micro-step.
         state_bytes: as `received_bytes`, of a mixer.
         most_head_tokens: most tokens that a head computes.
+        shared_share: share of the tokens that layers do not compute, because another document begins with them, too.
     """
 
     key: str
@@ -66,6 +68,7 @@ class WayFigures:
     most_tokens: int
     state_bytes: int = 0
     most_head_tokens: int = 0
+    shared_share: float = 0.0
 
     def gain_over(self, other: "WayFigures") -> float:
         """Returns how many times as fast this way is as another one."""
@@ -220,7 +223,18 @@ def make_result(
         rate = float(tokens.mean()) / seconds
         left_out, of_all = np.array([one.left_out_pairs for one in of_steps]), pairs[numbers]
         attended = 1 - float(left_out.sum() / of_all.sum())
-        useful = model.flops.useful(float(tokens.mean()), attended * (float(pairs.mean()) / model.attention_layers))
+        shared, shared_heads = (
+            float(tokens.mean()) * sum(getattr(one, of) for one in of_steps) / float(tokens[numbers].sum())
+            for of in ("shared_tokens", "shared_head_tokens")
+        )
+        attended -= sum(one.shared_pairs for one in of_steps) / float(of_all.sum())
+        useful = float(
+            model.flops.work(
+                np.array(tokens.mean() - shared),
+                np.array(attended * (pairs.mean() / model.attention_layers)),
+                np.array(tokens.mean() - shared_heads),
+            )
+        )
         memory = _memory_bytes(simulation, way, of_steps)
         figures.append(
             WayFigures(
@@ -242,6 +256,7 @@ def make_result(
                 max(one.most_tokens for one in of_steps),
                 max(one.state_bytes for one in of_steps),
                 max(one.most_head_tokens for one in of_steps),
+                shared / float(tokens.mean()),
             )
         )
     families = {way.key: way.family for way in simulation.ways()}
@@ -300,6 +315,7 @@ def simulate(
     track: Track = iter,
     keys: tuple[str, ...] = (),
     steps: Sequence[Step] = (),
+    groups: Groups | None = None,
 ) -> tuple[Result, Notes]:
     """Simulates a request.
 
@@ -307,6 +323,7 @@ def simulate(
         token_budget: tokens that GPU-hours are counted for.
         keys: of the ways to simulate, including "plain"; all if empty.
         steps: lengths of each micro-batch of each step; by default the first steps of a training on the dataset.
+        groups: which documents of the dataset begin alike.
 
     Returns:
         All figures, and everything that was not measured as needed.
@@ -315,7 +332,11 @@ def simulate(
         ConfigError: links that are needed were not measured.
         PackingError: lengths do not fit.
     """
-    request = request.for_documents(document_tokens)
+    request, of_steps = request.for_documents(document_tokens), list[list[Groups]]()
+    if groups is not None and request.batch_size is not None and not steps:
+        dealt = request.dealt_steps(document_tokens, groups)
+        steps = [[tokens for tokens, _ in step] for step in dealt]
+        of_steps = [[of_batch for _, of_batch in step if of_batch is not None] for step in dealt]
     steps = steps or request.steps(document_tokens)
-    simulation, done = run_steps(request, profile, steps, track, keys)
+    simulation, done = run_steps(request, profile, steps, track, keys, of_steps)
     return make_result(simulation, steps, done, token_budget), simulation.costs.notes

@@ -10,12 +10,15 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
 
+from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.memory import saves_attention
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import plan_step
@@ -51,15 +54,23 @@ class Simulation:
 
     Attributes:
         keys: keys of the ways to simulate; empty for all.
+        groups: of each micro-batch of the step to simulate, the documents that begin alike; empty if none do.
     """
 
     request: SimulationRequest
     costs: Costs
     cluster: Cluster
     keys: tuple[str, ...] = ()
+    groups: Sequence[Groups] = ()
 
     @classmethod
-    def of(cls, request: SimulationRequest, profile: ClusterProfile, keys: tuple[str, ...] = ()) -> "Simulation":
+    def of(
+        cls,
+        request: SimulationRequest,
+        profile: ClusterProfile,
+        keys: tuple[str, ...] = (),
+        groups: Sequence[Groups] = (),
+    ) -> "Simulation":
         """Returns the simulation on a measured cluster.
 
         Raises:
@@ -67,7 +78,8 @@ class Simulation:
         """
         notes = Notes()
         costs = Costs(profile, request.model, request.liger, notes, request.tensor_ranks)
-        return cls(request, costs, Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes), keys)
+        cluster = Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes)
+        return cls(request, costs, cluster, keys, groups)
 
     @property
     def training(self) -> Training:
@@ -216,10 +228,12 @@ class Simulation:
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
         planner, loads = self.request.given_plans(places_rows=True), []
-        for batch in step:
+        for batch, groups in zip_longest(step, self.groups):
             home = self._home(batch)
-            placed = planner.layout(home)
+            placed = self.request.given_layout(planner, home, groups, loss_is_placed)
             load = self._of_plan(planner.plan(placed), batch)
+            if placed.shared is not None:
+                load = replace(load, prefixes=placed.first_own)
             loads.append(rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
         return loads
 
@@ -245,6 +259,8 @@ class WayStep(NamedTuple):
         received_bytes, state_bytes: most that a rank sends or receives in the forward pass of a layer, and of a mixer.
         most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
         left_out_pairs: attended pairs that are lost because documents are cut.
+        shared_tokens, shared_pairs, shared_head_tokens: tokens and attended pairs that are not computed, because
+            another document begins with them, too.
     """
 
     seconds: float
@@ -254,6 +270,9 @@ class WayStep(NamedTuple):
     most_tokens: int
     most_head_tokens: int
     left_out_pairs: float
+    shared_tokens: int = 0
+    shared_pairs: float = 0.0
+    shared_head_tokens: int = 0
 
 
 class Simulated(NamedTuple):
@@ -274,8 +293,9 @@ def run_steps(
     steps: Sequence[Step],
     track: Track = iter,
     keys: tuple[str, ...] = (),
+    groups: Sequence[Sequence[Groups]] = (),
 ) -> tuple[Simulation, list[Simulated]]:
-    """Simulates steps in every way, or in some ways by their keys.
+    """Simulates steps in every way, or in some ways by their keys. Arguments: see `simulate`.
 
     Returns:
         The simulation, whose notes are complete, and all steps.
@@ -287,7 +307,11 @@ def run_steps(
     size = request.num_ranks * request.accumulation
     few = max(1, min(len(steps), MOST_COSTLY_STEPS, COSTLY_RANKS // size))
     costly = {int(number) for number in np.linspace(0, len(steps) - 1, few)}
-    tasks = [(number, step, number in costly) for number, step in enumerate(steps)]
+    of_steps = groups or [()] * len(steps)
+    tasks = [
+        (number, step, number in costly, of_step)
+        for number, (step, of_step) in enumerate(zip(steps, of_steps, strict=True))
+    ]
     run = partial(_simulate, request, profile, keys)
     done: list[Simulated] = []
     if len(steps) * size < WORTH_PROCESSES:
@@ -309,11 +333,14 @@ def run_steps(
 
 
 def _simulate(
-    request: SimulationRequest, profile: ClusterProfile, keys: tuple[str, ...], task: tuple[int, Step, bool]
+    request: SimulationRequest,
+    profile: ClusterProfile,
+    keys: tuple[str, ...],
+    task: tuple[int, Step, bool, Sequence[Groups]],
 ) -> Simulated:
     """Simulates one step in every way; in costly ways only if the task asks for them."""
-    number, step, with_costly = task
-    simulation = Simulation.of(request, profile, keys)
+    number, step, with_costly, groups = task
+    simulation = Simulation.of(request, profile, keys, groups)
     ways = {}
     for way in simulation.ways():
         if way.costly and not with_costly:
@@ -328,5 +355,19 @@ def _simulate(
             max(int(load.tokens.max()) for load in loads),
             max(int(load.of_head.max()) for load in loads),
             sum(load.left_out_pairs for load in loads),
+            *_shared(simulation.costs.model, loads),
         )
     return Simulated(number, ways, simulation.costs.notes)
+
+
+def _shared(model: SimulatedModel, loads: Sequence[Load]) -> tuple[int, float, int]:
+    """Returns the tokens and attended pairs that layers, and the tokens that heads do not compute, because another
+    document begins with them, too."""
+    shared = [(load, load.prefixes) for load in loads if load.prefixes is not None]
+    tokens = [int(prefixes.sum()) for _, prefixes in shared]
+    pairs = sum(model.pairs(prefixes) for _, prefixes in shared)
+    return (
+        sum(tokens),
+        pairs,
+        sum(of for of, (load, _) in zip(tokens, shared, strict=True) if load.head_tokens is None),
+    )

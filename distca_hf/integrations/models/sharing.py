@@ -15,7 +15,8 @@ from torch import nn
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.document_gather import begin_alike, saved_share, to_share
+from distca_hf.batches.document_gather import begin_alike, saved_share, say_unshared, to_share
+from distca_hf.batches.given import LEARNT
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, reading_of
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
@@ -24,6 +25,7 @@ from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.structure import backbone_of, transformers_model
 from distca_hf.integrations.models.weights_check import is_due
+from distca_hf.prefixes import LEAST_SAVED
 from distca_hf.telemetry import get_logger
 
 
@@ -33,8 +35,7 @@ log = get_logger(__name__)
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
 # Columns of tokens that layers compute from, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "labels", "shift_labels"}
-# Share of the tokens of a batch that one rank must save: its rows do not move otherwise.
-LEAST_SAVED = 0.1
+FEW_SAVED = f"on one rank rows move only to save {LEAST_SAVED:.0%} of a batch's tokens, and this saves "
 # Packages whose forward functions give layers the tokens of the batch.
 KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
 
@@ -57,6 +58,7 @@ class Sharing:
         self._config, self._refusal = model.config.get_text_config(), ""
         self.following: Sequence[Reading | None] = ()
         self._least_tokens, self._looks, self.has_paid = config.shared_prefix_tokens, 0, False
+        self._passes, self._said = 0, set[str]()
         self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
         if not config.shared_prefix_tokens:
             self._refusal = "shared_prefix_tokens is 0"
@@ -87,12 +89,19 @@ class Sharing:
         tokens: rows move for it, which takes memory.
 
         Reading a batch without a reading waits for the device. So before the first batch that pays it is done only in
-        passes 1, 2, 4, 8 ...
+        passes 1, 2, 4, 8 ..., and never to say why nothing is shared.
 
         Args:
             returning: what the pass returns.
         """
-        if batch.get("use_cache") or self.refusal(batch, True, is_noisy):
+        self._passes += 1
+        refusal = (
+            "use_cache=True keeps keys of every row" if batch.get("use_cache") else self.refusal(batch, True, is_noisy)
+        )
+        if refusal:
+            may_say = self._least_tokens and refusal not in self._said and is_due(self._passes)
+            if may_say and (reading := reading_of(batch)) is not None:
+                self._say(reading.documents, None, refusal)
             return None
         reading = reading_of(batch)
         read = None if reading is None else reading.documents
@@ -108,9 +117,20 @@ class Sharing:
         if read.lengths is None:
             return None
         shared = to_share(read, True, returning is not Returning.STATES, self._least_tokens)
-        pays = begin_alike(shared, self._least_tokens) and saved_share(shared, self._least_tokens) >= LEAST_SAVED
-        self.has_paid |= pays
-        return read if pays else None
+        if not begin_alike(shared, self._least_tokens):
+            if shared is not read and LEARNT not in self._said and is_due(self._passes):
+                self._say(read, shared, LEARNT)
+            return None
+        saved = saved_share(shared, self._least_tokens)
+        self.has_paid |= saved >= LEAST_SAVED
+        if not self.has_paid and FEW_SAVED not in self._said:
+            self._say(read, None, FEW_SAVED, f"{saved:.1%}")
+        return read if saved >= LEAST_SAVED else None
+
+    def _say(self, read: ReadDocuments | None, shown_as: ReadDocuments | None, why: str, numbers: str = "") -> None:
+        """Logs once for each reason that documents of one rank begin alike and do not share their prefix."""
+        if read is not None and say_unshared(read, shown_as, f"{why}{numbers}", self._least_tokens):
+            self._said.add(why)
 
     def _of_modules(self, is_noisy: bool, is_training: bool) -> str:
         """Returns what may compute other numbers for equal tokens. Modules may have changed since the last pass."""

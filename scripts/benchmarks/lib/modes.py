@@ -375,7 +375,7 @@ def _moved(place: Place, step: StepTokens) -> Mode:
 @contextmanager
 def tasks_move() -> Iterator[None]:
     """Leaves rows of given batches where they are; attention tasks move instead, as for models that carry a state."""
-    stay = mock.patch.object(GivenPlans, "layout", lambda plans, home: home)
+    stay = mock.patch.object(GivenPlans, "layout", lambda plans, home, *_: home)
     move = mock.patch.object(GivenPlans, "plan", lambda plans, home, _=None: plan_by_moving(home, plans.head_groups))
     with stay, move:
         yield

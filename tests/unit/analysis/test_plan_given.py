@@ -10,18 +10,20 @@ import torch
 from typer.testing import CliRunner
 
 from distca_hf.analysis import given
-from distca_hf.analysis.given import GivenAnswer, GivenMicroBatch
+from distca_hf.analysis.given import GivenAnswer, GivenMicroBatch, answer
+from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Load, nothing_sent, rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import Result, WayFigures
+from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.read_documents import DocumentReader
 from distca_hf.cli import app
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
@@ -29,6 +31,8 @@ from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.row_moves import RowMoves, results_between
+from distca_hf.prefixes import SharedPrefixes
 from distca_hf.testing import LoopbackTransport, run_ranks
 
 
@@ -49,16 +53,24 @@ def request_of(model: SimulatedModel = LLAMA, batch_size: int = 3, **options: ob
     return SimulationRequest(model, RANKS, 1, 2048, ranks_per_node=2, batch_size=batch_size, seed=7, **options)  # type: ignore[arg-type]
 
 
-def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFacts]:
+def trained(request: SimulationRequest, tokens: np.ndarray, groups: Groups | None = None) -> list[PlanFacts]:
     """What a training has of one micro-batch: where hidden states return, and where the loss is placed."""
     model = request.model
+    documents = [torch.full((length,), 1000 + number) for number, length in enumerate(tokens.tolist())]
+    labels = [document.clone() for document in documents]
+    for row, prefix in enumerate([] if groups is None else groups.prefix_tokens.tolist()):
+        documents[row][:prefix], labels[row][:prefix] = groups.names.index(groups.names[row]), -100
 
     def run(transport: LoopbackTransport) -> list[PlanFacts]:
-        positions = torch.cat([torch.arange(int(length)) for length in packs[transport.rank]])[None]
+        mine = slice(transport.rank * len(tokens) // RANKS, (transport.rank + 1) * len(tokens) // RANKS)
+        positions = torch.cat([torch.arange(len(document)) for document in documents[mine]])[None]
         of_model = model.heads.groups, model.heads.token_bytes(), model.masks
-        config = DistCAConfig(ranks_per_node=request.ranks_per_node)
-        planner = GivenPlanner(config, transport, *of_model, places_rows=not model.whole_documents, flops=model.flops)
-        batch, facts = {"input_ids": torch.zeros_like(positions), "position_ids": positions}, []
+        config = DistCAConfig(ranks_per_node=request.ranks_per_node, shared_prefix_tokens=request.least_tokens)
+        read = DocumentReader(packs_rows=True, shared_tokens=request.least_tokens).read
+        of_rows = not model.whole_documents, model.flops
+        planner, facts = GivenPlanner(config, transport, *of_model, read, *of_rows), list[PlanFacts]()
+        batch = {"input_ids": torch.cat(documents[mine])[None], "labels": torch.cat(labels[mine])[None]}
+        batch["position_ids"] = positions
         for returning in (Returning.STATES, Returning.LOSS):
             live = planner.plan(batch, returning=returning)
             assert live is not None
@@ -74,9 +86,9 @@ def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFac
 def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     request = request_of(model, accumulation=2, batches=1)
     planner = request.given_plans(places_rows=not model.whole_documents)
-    packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
-    ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
-    returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
+    batches = request.steps(LENGTHS)[0]
+    ours = [GivenMicroBatch.of(request, planner, batch) for batch in batches]
+    returned, placed = (list(facts) for facts in zip(*(trained(request, batch) for batch in batches), strict=True))
     found = GivenAnswer(
         request, "here", LENGTHS, ours, Result(4, 2, None, 3, 2048, 1.0, 1, 1, WAYS, []), find_profile("h200")
     )
@@ -97,11 +109,75 @@ def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
         assert said["token_imbalance"] == pytest.approx(1.0, abs=0.01)
 
 
+def groups_of(rng: np.random.Generator, number: int, prompt: int = 1088) -> tuple[np.ndarray, Groups]:
+    """Groups of four answers to prompts of about this many tokens, and as many other rows."""
+    prompts = prompt + 64 * np.repeat(np.arange(number), 4)
+    lengths = np.append(prompts + rng.integers(10, 900, 4 * number), rng.integers(10, 2000, number))
+    names = [f"prompt {row // 4}" if row < 4 * number else None for row in range(5 * number)]
+    return lengths, Groups(names, np.append(prompts, np.zeros(number, dtype=np.int64)))
+
+
+@pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID], ids=["full", "windows", "hybrid"])
+def test_shared_prefixes_are_those_of_training(model: SimulatedModel) -> None:
+    """Prompts of 256 + 64 x n tokens are shared up to their last token if hidden states return, and up to the block
+    before it if the loss is placed. Which row holds a prompt depends on tokens, and with it the last permille."""
+    lengths, groups = groups_of(np.random.default_rng(3), 6)
+    request = request_of(model, accumulation=2, batches=1)
+    found = answer(request, "here", lengths, find_profile("h200"), groups=groups)
+
+    assert found.sharing is not None
+    dealt = [batch for step in replace(request, batches=2).dealt_steps(lengths, groups) for batch in step]
+    assert len(found.micro_batches) > len(dealt)
+    for one, (tokens, of_rows) in zip(found.micro_batches, dealt, strict=False):
+        for facts, expected in zip((one.facts, one.facts_placed_loss), trained(request, tokens, of_rows), strict=True):
+            assert facts.shared_tokens == expected.shared_tokens
+            assert facts.num_tokens - facts.shared_tokens == sum(facts.tokens) == sum(expected.tokens)
+            assert facts.work_before == expected.work_before
+            assert sum(facts.work) == pytest.approx(sum(expected.work), abs=RANKS)  # means over layers are whole
+            assert (facts.tokens_before, sum(facts.head_tokens)) == (expected.tokens_before, sum(expected.head_tokens))
+            assert facts.imbalance == pytest.approx(expected.imbalance, abs=0.02)
+    shared = [one.facts.shared_tokens for one in found.micro_batches]
+    of_loss = [one.facts_placed_loss.shared_tokens for one in found.micro_batches]
+    said = found.as_json()["shared_prefixes"]
+    assert isinstance(said, dict)
+    assert said["tokens"] - said["computed_tokens"] == sum(shared)
+    assert (said["groups"], said["documents"]) == (6, 24)
+    if model is HYBRID:
+        assert (said["unshared"], sum(shared)) == ("layers carry a state from token to token", 0)
+        assert said["layers_flops"] == said["layers_flops_unshared"]
+    else:
+        assert sum(shared) > sum(of_loss) > 0
+        assert said["layers_flops"] / said["layers_flops_unshared"] == pytest.approx(1 - said["saved_share"])
+        assert said["attention_flops"] < said["attention_flops_unshared"]
+        assert said["head_flops"] == said["head_flops_unshared"]
+
+
+def test_steps_take_less_time_and_memory_where_prefixes_are_shared() -> None:
+    lengths, groups = groups_of(np.random.default_rng(4), 12, 20_000)
+    request, profile = replace(request_of(batches=3, batch_size=4), context_tokens=None), find_profile("h200")
+    apart, _ = simulate(request, profile, lengths)
+    shared, _ = simulate(request, profile, lengths, groups=groups)
+
+    for key in ("given", "given_loss"):
+        assert shared.way(key).step_seconds < 0.7 * apart.way(key).step_seconds
+        assert shared.way(key).memory_bytes < apart.way(key).memory_bytes
+        assert 0.4 < shared.way(key).shared_share < 0.75
+        assert apart.way(key).shared_share == shared.plain.shared_share == 0
+        utilisation = shared.way(key).utilisation
+        assert utilisation is not None
+        assert utilisation < 0.6, "only what is computed is useful work"
+    # One rank shares if that saves a tenth of its tokens: of 256 + 64 tokens that are hashed 320 are equal.
+    alone, pair = replace(request, gpus=1, batch_size=2), Groups(["a", "a"], np.array([330, 330]))
+    for length, share in ((1601, 0.0), (1599, 320 / 3198)):
+        saved = simulate(alone, profile, np.array([length, length]), groups=pair)[0].way("given").shared_share
+        assert saved == pytest.approx(share)
+
+
 def test_even_batches_stay_and_take_as_long_as_plain_ones() -> None:
     request = request_of(checkpointing="none")
     rows = np.array([1000, 1000, 1010] * RANKS)  # in each rank's batch, within two percent
     rows[-1] += 5
-    micro_batch = GivenMicroBatch.of(request.given_plans(places_rows=True), np.split(rows, RANKS))
+    micro_batch = GivenMicroBatch.of(request, request.given_plans(places_rows=True), rows)
     simulation = Simulation.of(request, find_profile("h200"))
     plain, *ours = (simulation.step_seconds(way, [rows])[0] for way in simulation.ways())
 
@@ -135,6 +211,26 @@ def test_borders_take_copies_and_exchanges() -> None:
     assert placed.beside_seconds == pytest.approx(exchange(24 * 4096) + copies(24))
     assert (returned.of_head.tolist(), placed.of_head.tolist()) == ([8192, 0], [4096, 4096])
     assert rows_placed(costs, cluster, even, load, even, loss_is_placed=True).beside_seconds == 0.0
+
+
+def test_results_of_shared_rows_return_to_all_their_batches() -> None:
+    """Rank 0 holds the prompt of both ranks: no row goes in, and hidden states and their gradients of the prompt cross
+    once each. Rank 0 gathers 4,196 rows for itself and 4,096 for rank 1, and puts 4,196."""
+    costs = Costs(find_profile("h200"), LLAMA, False, Notes())
+    cluster, home = Cluster(costs.profile, 2, 2, costs.notes), Layout.from_packs([[4196], [4196]])
+    placed = home.sharing(SharedPrefixes.of_spans([[(0, 0, 4196)], [(0, 0, 4096), (1, 4096, 4196)]], [0, 1]))
+    nothing, hidden = Passes(np.zeros(2), np.zeros(2)), 2 * 4096
+    load = Load(placed.rank_tokens, [nothing_sent(nothing, 32)])
+    sent, received = np.array([hidden * 4096.0, 0.0]), np.array([0.0, hidden * 4096.0])
+    exchange = float(cluster.exchange(WireBytes(sent, received), WireBytes(0 * sent, 0 * sent)).max())
+    copies = costs.copy_seconds(2 * 16 * 2 * 4196.0) + 2 * costs.copy_seconds(2 * hidden * (2 * 4196.0 + 4096))
+
+    returned = rows_placed(costs, cluster, home, load, placed, loss_is_placed=False).beside_seconds
+    assert returned == pytest.approx(2 * exchange + float(copies))
+    for rank, of_rank in enumerate(results_between(home, placed).tolist()):
+        moves = RowMoves.of(home, placed, rank).shared_home
+        assert moves is not None
+        assert moves.received_counts == of_rank
 
 
 def test_ranks_take_batches_in_turns_and_rows_are_cut() -> None:

@@ -1,5 +1,6 @@
 """Why documents of some models and batches must not share prefixes."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,11 @@ from transformers import LlamaForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import distca_hf
-from distca_hf.batches.read_documents import ReadingCollator, take_reading
+from distca_hf.batches.agreement import Returning
+from distca_hf.batches.given import LEARNT
+from distca_hf.batches.read_documents import ENTRY, DocumentReader, Reading, ReadingCollator, take_reading
 from distca_hf.integrations.models.forward_watch import watch_of
+from support.log_lines import KeptLines
 from support.models import tiny_model
 
 
@@ -177,4 +181,54 @@ def test_one_rank_reads_ahead_and_plans_ahead_once_prefixes_were_shared() -> Non
         model(**batch).logits.sum().backward()
         assert all("documents" in vars(reading) for reading in following)
     assert planned_ahead == [False, False, True]
+    plugin.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "returning", "said"),
+    [
+        (lambda model: model, {}, Returning.STATES, ""),
+        (with_adapters, {}, Returning.STATES, "lora_dropout.default drops 0.25 of its values at random"),
+        (hooked, {}, Returning.STATES, f"a hook of {__name__} on a LlamaDecoderLayer may compute something"),
+        (lambda model: model, {"use_cache": True}, Returning.STATES, "use_cache=True keeps keys of every row"),
+        (lambda model: model, {}, Returning.LOSS, LEARNT),
+        (
+            lambda model: model,
+            {"answer": 500},
+            Returning.STATES,
+            "10% of a batch's tokens, and this saves 4.5%",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_read", [True, False])
+def test_one_rank_says_once_why_documents_that_begin_alike_share_nothing(
+    change: Callable[[nn.Module], nn.Module],
+    given: dict[str, Any],
+    returning: Returning,
+    said: str,
+    is_read: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=50)
+    watch = watch_of(distca_hf.enable(change(tiny_model()), plugin).train())
+    ids = torch.arange(60 + given.get("answer", 1)).remainder(90).repeat(2, 1)
+    ids[1, 60:] += 1
+    logging.getLogger("distca_hf").addHandler(kept := KeptLines())
+    reads, read = list[int](), DocumentReader.read
+    monkeypatch.setattr(DocumentReader, "read", lambda *of: reads.append(1) or read(*of))  # type: ignore[func-returns-value]
+
+    for _ in range(4):
+        batch = {"input_ids": ids.clone(), "labels": ids.clone()}
+        batch[ENTRY] = Reading(watch.reader, batch)
+        reading = take_reading(batch) if is_read else batch.pop(ENTRY)
+        found = watch._sharing.found_on_one_rank(batch | given, watch.reader, False, returning)
+        assert (found is None) == bool(said)
+        del reading
+    logging.getLogger("distca_hf").removeHandler(kept)
+
+    is_refused = bool(said) and returning is Returning.STATES and "answer" not in given
+    lines = [line for line in kept.lines if "begin alike" in line]
+    assert [said in line for line in lines] == [True] * (bool(said) and (is_read or not is_refused))
+    if is_refused:
+        assert len(reads) == is_read, "reading what is on a device would wait for it"
     plugin.close()
