@@ -30,6 +30,8 @@ BLOCK_TOKENS = 64
 SEED = 45
 # Most prefixes that a document continues, one after the other: each is attended to in a call by itself.
 MOST_LEVELS = 8
+# Sort keys are (document, position); positions have 31 bits.
+POSITIONS = 2**31
 # More tokens than any documents share.
 NEVER = np.iinfo(np.int64).max
 
@@ -132,6 +134,20 @@ class SharedPrefixes:
     def first_own(self) -> IntArray:
         """`[documents]` first token that each document holds: the length of its shared prefix."""
         return self.start[self.document_spans[1:] - 1]
+
+    @cached_property
+    def first_holder(self) -> IntArray:
+        """`[documents]` the document that holds the first token of each document."""
+        return self.holder[self.document_spans[:-1]]
+
+    @cached_property
+    def _span_keys(self) -> IntArray:
+        document = np.repeat(np.arange(len(self.document_spans) - 1), np.diff(self.document_spans))
+        return document * POSITIONS + self.start
+
+    def holders(self, document: IntArray, position: IntArray) -> IntArray:
+        """Finds the documents that hold the rows of some tokens."""
+        return self.holder[np.searchsorted(self._span_keys, document * POSITIONS + position, side="right") - 1]
 
     def held(
         self, document: IntArray, start: IntArray, stop: IntArray

@@ -55,8 +55,8 @@ class Sharing:
         self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
         if not config.shared_prefix_tokens:
             self._refusal = "shared_prefix_tokens is 0"
-        elif mixers.need_whole or mixers.halo_tokens is not None:
-            self._refusal = "layers carry a state from token to token"
+        elif mixers.need_whole:
+            self._refusal = "layers carry a state from token to token that cannot travel"
         elif is_multimodal:
             self._refusal = "the model may put features of images among the tokens"
 
