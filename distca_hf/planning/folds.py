@@ -183,7 +183,7 @@ def _arrival(source: IntArray) -> IntArray:
 
 
 def _jumps(before: IntArray) -> Iterator[IntArray]:
-    """Yields the fragment before each one, the second one before it, the fourth one, and so on; -1 if there is none."""
+    """Yields the fragment before each one, the second one before it, the fourth, and so on; -1 if there is none."""
     while (before >= 0).any():
         yield before
         before = np.where(before >= 0, before[before], -1)
@@ -200,12 +200,12 @@ def _numbers_in_chains(before: IntArray) -> IntArray:
 def _folded_by_ranks(cut: CutFragments) -> tuple[IntArray, IntArray, IntArray]:
     """Returns fragment, unit and folding rank of each summary. Every rank folds all fragments before its own."""
     follows = np.flatnonzero(cut.before >= 0)
-    pairs = np.unique(cut.before[follows] * cut.num_ranks + cut.rank[follows])
+    is_folded = np.zeros(len(cut.rank) * cut.num_ranks, dtype=bool)
+    is_folded[cut.before[follows] * cut.num_ranks + cut.rank[follows]] = True
     for jump in _jumps(cut.before):
-        fragment, rank = np.divmod(pairs, cut.num_ranks)
-        more = (jump[fragment] * cut.num_ranks + rank)[jump[fragment] >= 0]
-        pairs = np.unique(np.concatenate([pairs, more]))
-    fragment, rank = np.divmod(pairs, cut.num_ranks)
+        fragment, rank = np.divmod(np.flatnonzero(is_folded), cut.num_ranks)
+        is_folded[(jump[fragment] * cut.num_ranks + rank)[jump[fragment] >= 0]] = True
+    fragment, rank = np.divmod(np.flatnonzero(is_folded), cut.num_ranks)
     return fragment, np.zeros_like(fragment), rank
 
 

@@ -140,8 +140,13 @@ def _cut_where_others_continue(layout: Layout) -> Layout:
     parts = IndexRanges.of(keys, tokens).cut_at(borders)
     document, start = np.divmod(parts.starts, POSITIONS)
     rank_segments = np.searchsorted(offsets(parts.lengths), offsets(tokens)[layout.rank_segments])
-    held = {"segment_document": document, "segment_start": start, "segment_stop": start + parts.lengths}
-    return replace(layout, **held, rank_segments=rank_segments)
+    return replace(
+        layout,
+        segment_document=document,
+        segment_start=start,
+        segment_stop=start + parts.lengths,
+        rank_segments=rank_segments,
+    )
 
 
 def _finder(layout: Layout) -> Callable[[IntArray, IntArray], IntArray]:

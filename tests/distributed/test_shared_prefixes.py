@@ -119,7 +119,7 @@ class Case:
             config = GPT2Config(**sizes, attn_pdrop=0, **({"embd_pdrop": 0, "resid_pdrop": 0} | self.changes))
         else:
             config = tiny_config(self.kind, **self.changes)
-        experts = {"experts_implementation": "eager"} if self.kind in ("qwen3_moe", "gpt_oss") else {}
+        experts = {"experts_implementation": "eager"} if self.kind in ("qwen3_moe", "gpt_oss", "minimax") else {}
         model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, **experts)
         return model.to(torch.float64).train()
 
