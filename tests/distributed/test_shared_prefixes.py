@@ -2,6 +2,7 @@
 gradients are those of every row by itself."""
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.layout import Layout, Topology
+from distca_hf.placement.given import place_given
+from distca_hf.planning import folds
+from distca_hf.planning.fragments import Fragments
+from distca_hf.prefixes import SharedPrefixes
 from support.given_batches import (
     Batch,
     Gradients,
@@ -94,6 +100,7 @@ class Case:
         most: largest difference of a gradient, in its largest number.
         says: beginning of the log's reason if nothing is shared.
         trained: returns whether a parameter of this name is trained.
+        divides_heads: whether ranks divide the heads of states, whatever that costs.
     """
 
     batches: Sequence[Batch]
@@ -105,6 +112,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     says: str = ""
     trained: Callable[[str], bool] = lambda name: True
+    divides_heads: bool = False
 
     def model(self, implementation: str) -> PreTrainedModel:
         torch.manual_seed(0)
@@ -216,6 +224,7 @@ def cases_of(family: str) -> dict[str, Case]:
     cases = {
         "a tree": Case([padded(TREE[:3]), padded(TREE[3:])], 5 * 128 + 3 * 64),
         "another": Case(random_tree(seed), 1, prepare=checkpointed(is_reentrant)),
+        "ranks divide heads": Case(random_tree(seed + 1), 1, divides_heads=True),
     }
     if family in KINDS:
         cases["a prompt longer than a rank's share"] = Case([padded(LONG), padded([words(7, 9)])], 384)
@@ -254,7 +263,8 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, 
         model = distca_hf.enable(case.model("distca"), plugin)
         case.prepare(model)
         wrapped = nn.parallel.DistributedDataParallel(model)
-        with in_double():
+        least_bytes = -math.inf if case.divides_heads else folds.LEAST_SAVED_BYTES
+        with in_double(), patch.object(folds, "LEAST_SAVED_BYTES", least_bytes):
             loss = case.loss(wrapped, case.batch(dist.get_rank()))
             loss.backward()
         logging.getLogger("distca_hf").removeHandler(handler)
@@ -314,6 +324,20 @@ def test_one_rank_moves_no_rows_for_less_than_a_tenth_of_its_tokens() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
     check(world, [name for name, case in CASES.items() if case.kind not in FAMILIES], tmp_path)
+
+
+def test_one_of_three_ranks_has_no_fragments_if_it_is_meant_to() -> None:
+    home = Layout.from_packs([[*map(len, documents)] for documents in WITHOUT])
+    spans = [[(0, 0, 200)], [(0, 0, PREFIX), (1, PREFIX, 200)], [(2, 0, 144)], [(3, 0, 200)]]
+    layout = home.sharing(SharedPrefixes.of_spans(spans, range(4)))
+
+    assert place_given(layout, Topology(3, 3)) is layout
+    groups = [Fragments.of(layout, rank, 3).groups for rank in range(3)]
+    assert [{name: one.tolist() for name, one in group.items()} for group in groups] == [
+        {"whole": [], "followed": [PREFIX], "last": [56]},
+        {"whole": [144], "followed": [], "last": [56]},
+        {"whole": [200], "followed": [], "last": []},
+    ]
 
 
 @states_travel
