@@ -50,6 +50,7 @@ class Sharing:
     def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch, is_multimodal: bool) -> None:
         self._root, model = root, transformers_model(root)
         self._before_layers = dict.fromkeys((model, backbone_of(model), model.get_input_embeddings()))
+        self._mixers = mixers
         self._config, self._refusal = model.config.get_text_config(), ""
         self._least_tokens, self._looks, self._found = config.shared_prefix_tokens, 0, False
         self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
@@ -72,7 +73,8 @@ class Sharing:
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
     ) -> ReadDocuments | None:
         """Returns what was read of a batch that trains on one rank; None if sharing saves less than a tenth of its
-        tokens: rows move for it, which takes memory.
+        tokens: rows move for it, which takes memory. None, too, if installed kernels take no states: this rank needs
+        them for nothing else.
 
         Reading a batch without a reading waits for the device. So before the first batch that pays it is done only in
         passes 1, 2, 4, 8 ...
@@ -98,7 +100,7 @@ class Sharing:
         shared = to_share(read, True, returning is not Returning.STATES, self._least_tokens)
         pays = begin_alike(shared, self._least_tokens) and saved_share(shared, self._least_tokens) >= LEAST_SAVED
         self._found |= pays
-        return read if pays else None
+        return read if pays and self._mixers.take_states() else None
 
     def _of_modules(self, is_noisy: bool, is_training: bool) -> str:
         """Returns what may compute other numbers for equal tokens. Modules may have changed since the last pass."""
