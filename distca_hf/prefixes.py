@@ -6,7 +6,8 @@ prefix once.
     d2    | prompt | answer 2 | more 2 |       d2 holds its answer
     d3    | prompt | answer 2 | more 3 |       d3 continues d2, and with it d0
 
-Each token of this tree is a row of one document. Positions stay as they are: `answer 1` begins where the prompt ends.
+Layers that carry a state go on from the state after the prefix (`planning.fragments`). Each token of this tree is a
+row of one document. Positions stay as they are: `answer 1` begins where the prompt ends.
 
 Equal prefixes are found by hashes of first tokens: of as many as a shared prefix has at least, and of every
 `BLOCK_TOKENS` more.
