@@ -6,7 +6,8 @@ prefix once.
     d2    | prompt | answer 2 | more 2 |       d2 holds its answer
     d3    | prompt | answer 2 | more 3 |       d3 continues d2, and with it d0
 
-Each token of this tree is a row of one document. Positions stay as they are: `answer 1` begins where the prompt ends.
+Layers that carry a state go on from the state after the prefix (`planning.fragments`). Each token of this tree is a
+row of one document. Positions stay as they are: `answer 1` begins where the prompt ends.
 
 Equal prefixes are found by hashes of first tokens: of as many as a shared prefix has at least, and of every
 `BLOCK_TOKENS` more.
@@ -32,6 +33,8 @@ SEED = 45
 LEAST_SAVED = 0.1
 # Most prefixes that a document continues, one after the other: each is attended to in a call by itself.
 MOST_LEVELS = 8
+# Sort keys are (document, position); positions have 31 bits.
+POSITIONS = 2**31
 # More tokens than any documents share.
 NEVER = np.iinfo(np.int64).max
 
@@ -134,6 +137,20 @@ class SharedPrefixes:
     def first_own(self) -> IntArray:
         """`[documents]` first token that each document holds: the length of its shared prefix."""
         return self.start[self.document_spans[1:] - 1]
+
+    @cached_property
+    def first_holder(self) -> IntArray:
+        """`[documents]` the document that holds the first token of each document."""
+        return self.holder[self.document_spans[:-1]]
+
+    @cached_property
+    def _span_keys(self) -> IntArray:
+        document = np.repeat(np.arange(len(self.document_spans) - 1), np.diff(self.document_spans))
+        return document * POSITIONS + self.start
+
+    def holders(self, document: IntArray, position: IntArray) -> IntArray:
+        """Finds the documents that hold the rows of some tokens."""
+        return self.holder[np.searchsorted(self._span_keys, document * POSITIONS + position, side="right") - 1]
 
     def held(
         self, document: IntArray, start: IntArray, stop: IntArray

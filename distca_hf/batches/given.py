@@ -96,7 +96,7 @@ class GivenPlanner:
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
         self._agreement = GivenAgreement(config, transport)
-        can_share = places_rows and halo_tokens is None and self._posting is None
+        can_share = places_rows and self._posting is None
         self._least_tokens, self._said_unshared = config.shared_prefix_tokens if can_share else 0, False
         self._step = StepAhead(transport, partial(self._prepare, extra_ranks=None), self._least_tokens)
         self._next_number = 0

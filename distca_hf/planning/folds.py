@@ -7,21 +7,23 @@ knowing S_in, and a chain of summaries gives every state:
     state before f2    M1 B0 + B1
     state before f3    M2 (M1 B0 + B1) + B2
 
+If documents share a prefix, its last fragment is before several others, and chains are the paths of a tree.
+
 This work can be divided in two ways:
 
     by ranks    every summary goes to each rank with a later fragment, which folds what it needs
-    by heads    ranks of a document divide its heads: summaries of a head go to one rank, which folds them and returns
+    by heads    ranks of a tree divide its heads: summaries of a head go to one rank, which folds them and returns
                 states. One exchange more; what a rank sends does not grow with the number of ranks
 
 Either way, ranks exchange units: summaries or states of all heads, or of one head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
 
 
 # Bytes that one more exchange must save the busiest rank in a layer.
@@ -54,17 +56,20 @@ def route_of(source: IntArray, item: IntArray, destination: IntArray, rank: int,
 
 @dataclass(frozen=True, eq=False)
 class CutFragments:
-    """Fragments of all cut documents, in document order; the same on all ranks.
+    """Fragments of all documents, by tree, each after those before it; the same on all ranks.
 
     Attributes:
-        document, rank: int64 `[fragments]`, the document and the rank that holds the fragment.
-        summary_number: number of its summary among its rank's summaries; -1 for the last fragment of a document.
-        state_number: number of the state before it among its rank's states; -1 for the first fragment of a document.
+        tree: int64 `[fragments]`, 0, 1, ... in this order; equal for fragments that follow the same first one.
+        rank: int64 `[fragments]`, the rank that holds the fragment.
+        before: number of the fragment before it; -1 for the first one of a tree. Several may follow one.
+        summary_number: number of its summary among its rank's summaries; -1 for a fragment that none follows.
+        state_number: number of the state before it among its rank's states; -1 for the first fragment of a tree.
         num_ranks: ranks of the micro-batch.
     """
 
-    document: IntArray
+    tree: IntArray
     rank: IntArray
+    before: IntArray
     summary_number: IntArray
     state_number: IntArray
     num_ranks: int
@@ -77,9 +82,12 @@ class Fold:
     Attributes:
         heads: heads into which units are divided; None if a unit is all heads.
         gathered: route of units of summaries.
-        placed: int64, places in `[units of this rank | units received]`: the first summary of every chain, then the
-            second one of every chain that has two, and so on. Longer chains come first.
-        steps: how many chains have a first summary, a second one, and so on.
+        placed: int64, places in `[units of this rank | units received]`: the summaries of first fragments, then of
+            those that follow them, and so on.
+        steps: how many summaries are first ones, follow these, and so on.
+        before: int64, for each summary after the first step, the place in the step before of the state before it.
+        branches: whether these are not simply the first states of the step before. They are without shared prefixes,
+            because longer chains come first.
         returned: route of units of states, numbered in the order of their computation, like `placed`; empty by ranks.
         states: int64 `[states * units]` places in `[units computed | units received]`, in the order of states.
         busiest: most units of summaries that a rank sends or receives, plus most of states; the same on all ranks.
@@ -89,6 +97,8 @@ class Fold:
     gathered: Route
     placed: IntArray
     steps: tuple[int, ...]
+    before: IntArray
+    branches: bool
     returned: Route
     states: IntArray
     busiest: int
@@ -98,38 +108,51 @@ class Fold:
         """Returns the fold of one rank.
 
         Args:
-            heads: number of a layer's heads, which ranks of a document divide; None to divide by ranks.
+            heads: number of a layer's heads, which ranks of a tree divide; None to divide by ranks.
         """
-        # Chains of all ranks, and one entry for each of their summaries.
-        first, unit, folder, length = _chains_by_ranks(cut) if heads is None else _chains_by_heads(cut, heads)
-        chain = np.repeat(np.arange(len(first)), length)
-        fragment = ranges(first, length)
-        step = fragment - first[chain]
+        # 1. All summaries that any rank folds, and the rank; each once on a rank.
         units = 1 if heads is None else heads
-        source, target = cut.rank[fragment], folder[chain]
-        summary = cut.summary_number[fragment] * units + unit[chain]
-        travels = source != target
-        gathered = route_of(source[travels], summary[travels], target[travels], rank, cut.num_ranks)
+        fragment, unit, folder = _folded_by_ranks(cut) if heads is None else _folded_by_heads(cut, heads)
+        key, source = fragment * units + unit, cut.rank[fragment]
+        summary = cut.summary_number[fragment] * units + unit
+        travels = source != folder
+        gathered = route_of(source[travels], summary[travels], folder[travels], rank, cut.num_ranks)
 
-        mine = target == rank
+        # 2. The order in which this rank folds: step by step, the longest chains first.
+        mine = folder == rank
         place = np.where(travels, -1, summary)[mine]
         own_units = units * int((cut.summary_number[cut.rank == rank] >= 0).sum())
         place[travels[mine]] = own_units + _arrival(source[mine & travels])
-        order = np.lexsort((chain[mine], -length[chain[mine]], step[mine]))
-        steps = np.bincount(step[mine])
+        step = _numbers_in_chains(cut.before)[fragment[mine]]
+        chain = cut.tree[fragment[mine]] * units + unit[mine]
+        longest = np.zeros(int(chain.max(initial=-1)) + 1, dtype=np.int64)
+        np.maximum.at(longest, chain, step)
+        order = np.lexsort((key[mine], -longest[chain], step))
+        steps = np.bincount(step)
+        computed = np.full(len(cut.rank) * units, -1)  # of each fragment and unit
+        computed[key[mine][order]] = np.arange(len(order))
+        later = order[len(order) - int(steps[1:].sum()) :]
+        before = computed[cut.before[fragment[mine][later]] * units + unit[mine][later]]
+        before = before - np.repeat(exclusive_cumsum(steps)[:-1], steps[1:])
+        branches = not np.array_equal(before, ranges(0, steps[1:]))
 
-        # Each computed state goes to the next fragment, if that is on this rank or heads are divided.
-        computed = np.full(len(chain), -1)
-        computed[np.flatnonzero(mine)[order]] = np.arange(len(order))
-        holder, state = cut.rank[fragment + 1], cut.state_number[fragment + 1] * units + unit[chain]
-        returns = (holder != target) & (heads is not None)
-        returned = route_of(target[returns], computed[returns], holder[returns], rank, cut.num_ranks)
-        stays, arrives = mine & (holder == rank), returns & (holder == rank)
+        # 3. Each state goes to the ranks of the fragments that follow; only if heads are divided it is not there.
+        follows = np.flatnonzero(cut.before >= 0)
+        needs = np.repeat(follows, units)
+        unit = np.tile(np.arange(units), len(follows))
+        needed, holder = cut.before[needs] * units + unit, cut.rank[needs]
+        folded_by = holder if heads is None else folder[np.searchsorted(key, needed)]
+        returns = np.unique((needed * cut.num_ranks + holder)[folded_by != holder])
+        returned_key, target = np.divmod(returns, cut.num_ranks)
+        origin = folder[np.searchsorted(key, returned_key)]
+        returned = route_of(origin, computed[returned_key], target, rank, cut.num_ranks)
+        arrived = returned_key[target == rank]
+        computed[arrived] = len(order) + _arrival(origin[target == rank])
+        held = holder == rank
         states = np.full(units * int((cut.state_number[cut.rank == rank] >= 0).sum()), -1)
-        states[state[stays]] = computed[stays]
-        states[state[arrives]] = len(order) + _arrival(target[arrives])
-        busiest = _busiest(source[travels], target[travels]) + _busiest(target[returns], holder[returns])
-        return cls(heads, gathered, place[order], tuple(steps.tolist()), returned, states, busiest)
+        states[(cut.state_number[needs] * units + unit)[held]] = computed[needed[held]]
+        busiest = _busiest(source[travels], folder[travels]) + _busiest(origin, target)
+        return cls(heads, gathered, place[order], tuple(steps.tolist()), before, branches, returned, states, busiest)
 
 
 def cheaper(by_ranks: Fold, by_heads: Callable[[], Fold], heads: int, head_bytes: int) -> Fold:
@@ -159,32 +182,42 @@ def _arrival(source: IntArray) -> IntArray:
     return arrival
 
 
-def _chains_by_ranks(cut: CutFragments) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Returns first fragment, unit, folding rank and length of each chain. Every rank folds the fragments of a
-    document before its own last one."""
-    opens = run_starts(cut.document)
-    first = np.flatnonzero(opens)[np.cumsum(opens) - 1]
-    number = np.arange(len(first))
-    later = number[~opens]
-    # The last fragment of each rank in each document, except a document's first fragment.
-    order = later[np.lexsort((later, cut.rank[later], first[later]))]
-    last = np.ones(len(order), dtype=bool)
-    last[:-1] = (first[order][1:] != first[order][:-1]) | (cut.rank[order][1:] != cut.rank[order][:-1])
-    chosen = order[last]
-    return first[chosen], np.zeros(len(chosen), dtype=np.int64), cut.rank[chosen], number[chosen] - first[chosen]
+def _jumps(before: IntArray) -> Iterator[IntArray]:
+    """Yields the fragment before each one, the second one before it, the fourth, and so on; -1 if there is none."""
+    while (before >= 0).any():
+        yield before
+        before = np.where(before >= 0, before[before], -1)
 
 
-def _chains_by_heads(cut: CutFragments, heads: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Returns the same for each chain; each head of a document is folded once. The k-th of D ranks that hold parts of
-    a document folds heads k H / D to (k + 1) H / D, counted from another rank in every document."""
-    opens = run_starts(cut.document)
-    firsts = np.flatnonzero(opens)
-    lengths = np.diff(firsts, append=len(opens)) - 1
-    number = np.cumsum(opens) - 1
-    pairs = np.unique(number * cut.num_ranks + cut.rank)
-    holders = np.bincount(pairs // cut.num_ranks, minlength=len(firsts))
-    document, unit = np.repeat(np.arange(len(firsts)), heads), np.tile(np.arange(heads), len(firsts))
-    # Start from another rank in each document: otherwise few heads would always go to the same ranks.
-    turn = ((unit + 1) * holders[document] - 1) // heads
-    folder = pairs[exclusive_cumsum(holders)[document] + (turn + document) % holders[document]] % cut.num_ranks
-    return firsts[document], unit, folder, lengths[document]
+def _numbers_in_chains(before: IntArray) -> IntArray:
+    """Returns how many fragments are before each one."""
+    numbers = (before >= 0).astype(np.int64)
+    for jump in _jumps(before):
+        numbers = numbers + np.where(jump >= 0, numbers[jump], 0)
+    return numbers
+
+
+def _folded_by_ranks(cut: CutFragments) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns fragment, unit and folding rank of each summary. Every rank folds all fragments before its own."""
+    follows = np.flatnonzero(cut.before >= 0)
+    is_folded = np.zeros(len(cut.rank) * cut.num_ranks, dtype=bool)
+    is_folded[cut.before[follows] * cut.num_ranks + cut.rank[follows]] = True
+    for jump in _jumps(cut.before):
+        fragment, rank = np.divmod(np.flatnonzero(is_folded), cut.num_ranks)
+        is_folded[(jump[fragment] * cut.num_ranks + rank)[jump[fragment] >= 0]] = True
+    fragment, rank = np.divmod(np.flatnonzero(is_folded), cut.num_ranks)
+    return fragment, np.zeros_like(fragment), rank
+
+
+def _folded_by_heads(cut: CutFragments, heads: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns the same, of each head; these are folded once. The k-th of D ranks that hold parts of a tree folds heads
+    k H / D to (k + 1) H / D, counted from another rank in every tree."""
+    pairs = np.unique(cut.tree * cut.num_ranks + cut.rank)
+    holders = np.bincount(pairs // cut.num_ranks)
+    followed = np.flatnonzero(cut.summary_number >= 0)
+    fragment, unit = np.repeat(followed, heads), np.tile(np.arange(heads), len(followed))
+    tree = cut.tree[fragment]
+    # Start from another rank in each tree: otherwise few heads would always go to the same ranks.
+    turn = ((unit + 1) * holders[tree] - 1) // heads
+    folder = pairs[exclusive_cumsum(holders)[tree] + (turn + tree) % holders[tree]] % cut.num_ranks
+    return fragment, unit, folder

@@ -12,23 +12,30 @@ each fragment the state before it.
     last             sends no summary, needs a state
     halo of f2       the tokens just before it, wherever they are: a convolution sees them
 
+If documents share a prefix (`prefixes`), its holder is cut where others continue it, and all of these follow one
+fragment:
+
+    d0    | prompt | answer 0 |                d0 is cut after the prompt: f0 | f1
+    d1             | answer 1 |                also follows f0
+    d2             | answer 2 | more 2 |
+
 All this follows from the layout, so every rank derives the same.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from distca_hf.arrays import BoolArray, IntArray, ranges, run_starts, run_stops
+from distca_hf.arrays import BoolArray, IndexRanges, IntArray, offsets, ranges, run_starts
 from distca_hf.layout import Layout
 from distca_hf.planning.folds import CutFragments, Route, route_of
+from distca_hf.prefixes import POSITIONS
 
 
-# Sort keys are (document, position); positions have 31 bits.
-POSITIONS = 2**31
-# Whole documents and padding; fragments with a later one in their document; last fragments of documents.
+# Whole documents and padding; fragments that others follow; last fragments of documents.
 GroupName = Literal["whole", "followed", "last"]
 GROUPS: tuple[GroupName, ...] = ("whole", "followed", "last")
 
@@ -70,7 +77,7 @@ class Fragments:
 
     Attributes:
         rank: this rank of the micro-batch.
-        cut_documents: cut documents of the micro-batch; the same on all ranks.
+        is_cut: whether the micro-batch has any fragments; the same on all ranks.
         runs: all rows, in their order.
         groups: int64 `[parts]` tokens of each group's documents or fragments, in row order; padding counts as a
             document.
@@ -81,7 +88,7 @@ class Fragments:
     """
 
     rank: int
-    cut_documents: int
+    is_cut: bool
     runs: tuple[Run, ...]
     groups: dict[GroupName, IntArray]
     middle_numbers: list[int]
@@ -100,22 +107,60 @@ class Fragments:
         Args:
             halo_tokens: tokens before a segment that the widest convolution sees.
         """
-        order = np.lexsort((layout.segment_start, layout.segment_document))
-        opens = run_starts(layout.segment_document[order])
-        stops = run_stops(opens)
-        follows, is_followed = np.zeros((2, len(order)), dtype=bool)
-        follows[order], is_followed[order] = ~opens, ~stops
-        fragments = order[~(opens & stops)]
+        layout = _cut_where_others_continue(layout)
+        document, start, find = layout.segment_document, layout.segment_start, _finder(layout)
+        before, later = np.full(len(start), -1), np.flatnonzero(start)
+        before[later] = find(document[later], start[later] - 1)
+        follows, is_followed = before >= 0, np.zeros(len(start), dtype=bool)
+        is_followed[before[later]] = True
+        tree = document if layout.shared is None else layout.shared.first_holder[document]
+        fragments = np.lexsort((document, start, tree))
+        fragments = fragments[(follows | is_followed)[fragments]]
+        number = np.full(len(start) + 1, -1)  # the last entry is that of no fragment
+        number[fragments] = np.arange(len(fragments))
         runs, groups, middle = _groups(layout, rank, follows, is_followed)
-        states = _numbers(layout, follows & is_followed, follows & ~is_followed)
         cut = CutFragments(
-            layout.segment_document[fragments],
+            np.cumsum(run_starts(tree[fragments])) - 1,
             layout.segment_rank[fragments],
+            number[before[fragments]],
             _numbers(layout, is_followed)[fragments],
-            states[fragments],
+            _numbers(layout, follows & is_followed, follows & ~is_followed)[fragments],
             layout.num_ranks,
         )
-        return cls(rank, layout.cut_documents, runs, groups, middle, cut, _halo(layout, rank, order, halo_tokens))
+        return cls(rank, bool(len(fragments)), runs, groups, middle, cut, _halo(layout, rank, find, halo_tokens))
+
+
+def _cut_where_others_continue(layout: Layout) -> Layout:
+    """Returns the layout with segments that end where other documents continue theirs."""
+    if (shared := layout.shared) is None:
+        return layout
+    prefix = shared.document_spans[1:][np.diff(shared.document_spans) > 1] - 2
+    borders = np.unique(shared.holder[prefix] * POSITIONS + shared.stop[prefix])
+    keys, tokens = layout.segment_document * POSITIONS + layout.segment_start, layout.segment_tokens
+    parts = IndexRanges.of(keys, tokens).cut_at(borders)
+    document, start = np.divmod(parts.starts, POSITIONS)
+    rank_segments = np.searchsorted(offsets(parts.lengths), offsets(tokens)[layout.rank_segments])
+    return replace(
+        layout,
+        segment_document=document,
+        segment_start=start,
+        segment_stop=start + parts.lengths,
+        rank_segments=rank_segments,
+    )
+
+
+def _finder(layout: Layout) -> Callable[[IntArray, IntArray], IntArray]:
+    """Returns a function of documents and positions that finds the segments which hold these tokens."""
+    order = np.lexsort((layout.segment_start, layout.segment_document))
+    keys = layout.segment_document[order] * POSITIONS + layout.segment_start[order]
+    shared = layout.shared
+
+    def find(document: IntArray, position: IntArray) -> IntArray:
+        if shared is not None:
+            document = shared.holders(document, position)
+        return order[np.searchsorted(keys, document * POSITIONS + position, side="right") - 1]
+
+    return find
 
 
 def _numbers(layout: Layout, *chosen: BoolArray) -> IntArray:
@@ -152,14 +197,13 @@ def _groups(
     return runs, groups, np.flatnonzero(later[is_followed[held]]).tolist()
 
 
-def _halo(layout: Layout, rank: int, order: IntArray, halo_tokens: int) -> Halo:
-    """Returns the halo of a rank's segments; `order` sorts all segments within their documents."""
+def _halo(layout: Layout, rank: int, find: Callable[[IntArray, IntArray], IntArray], halo_tokens: int) -> Halo:
+    """Returns the halo of a rank's segments."""
     start, document = layout.segment_start, layout.segment_document
     # Tokens before the segments of all ranks: -halo_tokens, ..., -1 of each, as far as its document goes back.
     segment = np.repeat(np.arange(len(start)), np.minimum(start, halo_tokens))
     position = ranges(np.maximum(start - halo_tokens, 0), np.minimum(start, halo_tokens))
-    keys = document[order] * POSITIONS + start[order]
-    holder = order[np.searchsorted(keys, document[segment] * POSITIONS + position, side="right") - 1]
+    holder = find(document[segment], position)
     row = layout.segment_row[holder] + position - start[holder]
     source, destination = layout.segment_rank[holder], layout.segment_rank[segment]
     travels = source != destination

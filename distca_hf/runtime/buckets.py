@@ -19,26 +19,26 @@ from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
 
 # Shorter documents share one batch: padding costs less than a call.
 SHORT_TOKENS = 64
-# Returns the tokens of a batch, padded with zeros, from `[tokens, ...]`.
-Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Bucket(NamedTuple):
+class Bucket(NamedTuple):
     """Documents of about the same length.
 
     Attributes:
         documents, longest_tokens: sizes of the padded batch.
+        numbers: int64 `[documents]` of these among all documents.
         rows: int64 `[tokens]` rows of the pack.
         places: int64 `[tokens]` their places in the padded batch, counted row by row.
     """
 
     documents: int
     longest_tokens: int
+    numbers: torch.Tensor
     rows: torch.Tensor
     places: torch.Tensor
 
     def gathered(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns `[documents, longest_tokens, ...]` of `[tokens, ...]`."""
+        """Returns `[documents, longest_tokens, ...]`, padded with zeros, of `[tokens, ...]`."""
         padded = flat.new_zeros(self.documents * self.longest_tokens, *flat.shape[1:])
         padded = padded.index_copy(0, self.places, flat.index_select(0, self.rows))
         return padded.unflatten(0, (self.documents, self.longest_tokens))
@@ -63,21 +63,21 @@ class Buckets:
             longest = int(tokens.max())
             at = ranges(starts[chosen], tokens)
             places = ranges(np.arange(len(chosen)) * longest, tokens)
-            indices = (to_device(at if rows is None else rows[at], device), to_device(places, device))
-            self._buckets.append(_Bucket(len(chosen), longest, *indices))
+            indices = chosen, at if rows is None else rows[at], places
+            self._buckets.append(Bucket(len(chosen), longest, *(to_device(index, device) for index in indices)))
 
-    def run(self, function: Callable[[Gather], torch.Tensor], num_rows: int) -> torch.Tensor:
+    def run(self, function: Callable[[Bucket], torch.Tensor], num_rows: int) -> torch.Tensor:
         """Runs a function on every batch of documents.
 
         Args:
-            function: returns `[documents, longest_tokens, ...]`; gets a function that gathers its arguments.
+            function: returns `[documents, longest_tokens, ...]`, from what it gathers.
 
         Returns:
             `[num_rows, ...]` its results; 0 in rows outside documents.
         """
         joined: torch.Tensor | None = None
         for bucket in self._buckets:
-            out = function(bucket.gathered).flatten(0, 1)
+            out = function(bucket).flatten(0, 1)
             if joined is None:
                 joined = out.new_zeros(num_rows, *out.shape[1:])
             joined = joined.index_copy(0, bucket.rows, out.index_select(0, bucket.places))

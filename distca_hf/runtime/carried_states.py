@@ -3,7 +3,7 @@
     rows of a rank    | d0[40:90] | d1 | d0[0:8] | d2 |      one call of a layer for all of them
     halo              tokens just before each segment, from wherever they are; zeros before a document
     summary           (M, B) of a fragment, to the ranks that fold it (`planning.folds`)
-    chain             S = B0, then M1 S + B1, ... in document order, in fp64
+    chain             S = B0, then M1 S + B1, ... in document order, in fp64; several fragments may follow one
     state             to the rank of the next fragment, only if ranks divide heads; nothing hides this exchange
 
 Every rank, even without fragments, starts the same exchanges in every layer, and the mirrored ones in backward. An
@@ -23,6 +23,7 @@ import torch
 
 from distca_hf.comm.transport import AllToAll, Exchange
 from distca_hf.errors import PlanError
+from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.planning.folds import Route
 from distca_hf.planning.fragments import GROUPS, Fragments, GroupName
 from distca_hf.runtime.device_fragments import DeviceFold, DeviceFragments
@@ -64,8 +65,8 @@ class CarriedRows:
 
     @property
     def is_cut(self) -> bool:
-        """Whether any document of the micro-batch is cut; the same on all ranks."""
-        return self.on_host.cut_documents > 0
+        """Whether any document of the micro-batch is cut, or continues another one; the same on all ranks."""
+        return self.on_host.is_cut
 
     def split(self, x: torch.Tensor) -> dict[GroupName, torch.Tensor]:
         """Splits `[1, T, ...]` into the rows of each group that has any."""
@@ -98,7 +99,7 @@ class CarriedRows:
         held, on_host = self.on_device, self.on_host
         if not on_host.halo.tokens:  # it sees one token
             return convolve(x_1CT)
-        x_TC, edges = _Picked.apply(x_1CT[0].t(), held.edges)
+        x_TC, edges = _Picked.apply(x_1CT[0].t(), held.edges, held.edge_rows, held.edge_numbers)
         taken, sent = edges.split([len(on_host.halo.taken), len(on_host.halo.route.sent)])
         halos = self._start(sent, on_host.halo.route, f"{where}, halos") if self.is_cut else None
         out_1CT = convolve(x_TC.t()[None])  # a segment's first tokens see the segment above; replaced below
@@ -120,7 +121,7 @@ class CarriedRows:
         head_bytes = summaries.element_size() * math.prod(summaries.shape[2:])
         fold = self.on_device.fold(heads, head_bytes)
         units = summaries if fold.on_host.heads is None else summaries.flatten(0, 1)
-        units, picked = _Picked.apply(units, fold.gathered)
+        units, picked = _picked(units, fold.gathered)
         sent = self._start(picked, fold.on_host.gathered, f"{where}, summaries")
         send_states = partial(self._start, route=fold.on_host.returned, where=f"{where}, states")
         return SentSummaries(fold, units, sent, send_states)
@@ -161,15 +162,18 @@ class SentSummaries:
         arrived = self._sent.wait()
         fold, heads = self._fold, self._fold.on_host.heads
         summaries = torch.cat([self._units, arrived]).index_select(0, fold.placed).double()
-        computed = list[torch.Tensor]()
-        for step in summaries.split(list(fold.on_host.steps)) if fold.on_host.steps else (summaries,):
-            computed.append(after(step, computed[-1][: len(step)] if computed else None))
+        first, *later = summaries.split(list(fold.on_host.steps) or [0])
+        computed = [after(first, None)]
+        for step, rows in zip(later, fold.before.split([*map(len, later)]), strict=True):
+            before = computed[-1]
+            before = _picked(before, rows)[1] if fold.on_host.branches else before[: len(step)]
+            computed.append(after(step, before))
         states = torch.cat(computed).to(self._units.dtype)
         if heads is not None:
-            states, picked = _Picked.apply(states, fold.returned)
+            states, picked = _picked(states, fold.returned)
             arrived = self._send_states(picked).wait()
             states = torch.cat([states, arrived])
-        states = states.index_select(0, fold.states)
+        states = _picked(states, fold.states)[1]
         return states if heads is None else states.unflatten(0, (-1, heads)), arrived
 
 
@@ -219,17 +223,37 @@ class _Travel:
 
 
 class _Picked(torch.autograd.Function):
-    """A tensor, and some of its rows. Backward adds the gradients of both in one copy."""
+    """A tensor, and some of its rows, perhaps several times. Backward adds the gradients of all in max(fp32, their
+    dtype), in one order.
+
+    Args:
+        distinct: the picked rows, each once; None to add up all rows in that dtype.
+        numbers: places of `rows` in `distinct`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.rows = rows
+    def forward(
+        ctx: Any, x: torch.Tensor, rows: torch.Tensor, distinct: torch.Tensor | None, numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.distinct, ctx.numbers = distinct, numbers
         return x.view_as(x), x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx: Any, gradients: torch.Tensor, of_rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # A row may be picked several times. Accumulation sorts, so sums have one order, unlike index_add_.
-        return gradients.index_put((ctx.rows,), of_rows, accumulate=True), None
+    def backward(ctx: Any, gradients: torch.Tensor, of_rows: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        added_to = gradients.clone() if ctx.distinct is None else gradients.index_select(0, ctx.distinct)
+        total = added_to.to(accumulation_dtype(gradients.dtype))
+        of_rows = of_rows.to(total.dtype)
+        if total.is_cuda:
+            total.index_put_((ctx.numbers,), of_rows, accumulate=True)  # sorts, unlike index_add_
+        else:
+            total.index_add_(0, ctx.numbers, of_rows)  # in order, unlike index_put_
+        total = total.to(gradients.dtype)
+        return total if ctx.distinct is None else gradients.index_copy(0, ctx.distinct, total), None, None, None
+
+
+def _picked(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    picked: tuple[torch.Tensor, torch.Tensor] = _Picked.apply(x, rows, None, rows)
+    return picked
 
 
 class _Dispatch(torch.autograd.Function):

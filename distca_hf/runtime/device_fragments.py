@@ -32,8 +32,11 @@ class PinnedFragments:
     def prepare(cls, fragments: Fragments, pin: bool) -> Self:
         """Joins the indices for a single copy; safe in a background thread."""
         halo, fold = fragments.halo, Fold.of(fragments.cut, fragments.rank)
+        edges = np.concatenate([halo.taken, halo.route.sent])
+        edge_rows, edge_numbers = np.unique(edges, return_inverse=True)
         indices = {
-            **{"edges": np.concatenate([halo.taken, halo.route.sent]), "windows": halo.windows, "kept": halo.kept},
+            **{"edges": edges, "edge_rows": edge_rows, "edge_numbers": edge_numbers},
+            **{"windows": halo.windows, "kept": halo.kept},
             **{"rows": halo.rows, "middle_numbers": np.array(fragments.middle_numbers, np.int64)},
             **{f"fold.{name}": index for name, index in _indices_of(fold).items()},
             **{f"group.{name}": offsets(tokens) for name, tokens in _tokens_of_groups(fragments).items()},
@@ -61,7 +64,7 @@ def _tokens_of_groups(fragments: Fragments) -> dict[str, IntArray]:
 def _indices_of(fold: Fold) -> dict[str, IntArray]:
     """Returns the indices of a fold by the names of `DeviceFold`."""
     sent = {"gathered": fold.gathered.sent, "returned": fold.returned.sent}
-    return sent | {"placed": fold.placed, "states": fold.states}
+    return sent | {"placed": fold.placed, "before": fold.before, "states": fold.states}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,7 @@ class DeviceFold:
     on_host: Fold
     gathered: torch.Tensor
     placed: torch.Tensor
+    before: torch.Tensor
     returned: torch.Tensor
     states: torch.Tensor
 
@@ -118,6 +122,7 @@ class DeviceFragments:
         middle: followed fragments that follow others.
         middle_numbers: int64, see `Fragments`.
         edges: int64, rows taken for windows, then rows to send.
+        edge_rows, edge_numbers: int64, each of these rows once, and the places of `edges` among them.
         windows, kept, rows: of `Halo`.
     """
 
@@ -129,6 +134,8 @@ class DeviceFragments:
     middle: DeviceGroup
     middle_numbers: torch.Tensor
     edges: torch.Tensor
+    edge_rows: torch.Tensor
+    edge_numbers: torch.Tensor
     windows: torch.Tensor
     kept: torch.Tensor
     rows: torch.Tensor

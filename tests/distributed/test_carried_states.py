@@ -9,14 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.mixers import mixers_of
+from distca_hf.layout import Layout
 from distca_hf.planning import folds
 from distca_hf.planning.folds import Fold
 from distca_hf.planning.fragments import Fragments
-from distca_hf.runtime.carried_states import After, SentSummaries
+from distca_hf.planning.kinds import RoutedKinds
+from distca_hf.planning.plan import plan_in_place
+from distca_hf.prefixes import SharedPrefixes
+from distca_hf.runtime.carried_states import After, CarriedRows, SentSummaries
 from distca_hf.runtime.device_fragments import PinnedFragments
+from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.testing import run_ranks
 from support.carried_steps import (
     EIGHT,
     FOUR,
@@ -297,3 +307,28 @@ def test_chains_are_computed_in_fp64_under_autocast(model_type: str, monkeypatch
         assert found.dtype == torch.float64
         assert torch.equal(found, expected)
     assert all(gradient.isfinite().all() for gradient in made.gradients.values())
+
+
+def test_gradients_of_many_halos_of_a_token_are_added_in_fp32() -> None:
+    """Documents that continue a prefix see its last tokens: in bf16 a sum of ones would stop at 256."""
+    prefix_tokens, count = 9, 400
+    spans = [[(0, 0, 20)], *([(0, 0, prefix_tokens), (number, prefix_tokens, 11)] for number in range(1, count + 1))]
+    packs = [[20, *[11] * (count // 2)], [11] * (count // 2)]
+    layout = Layout.from_packs(packs).sharing(SharedPrefixes.of_spans(spans, range(count + 1)))
+    plan = plan_in_place(layout)
+
+    def body(transport: Transport) -> torch.Tensor:
+        kinds = PinnedKinds.prepare(RoutedKinds.of(plan, transport.rank), False, 3)
+        live = LivePlan(0, kinds.planned(torch.device("cpu"), plan.fingerprint), transport, DistCAConfig())
+        x_1CT = torch.zeros(1, 2, int(layout.rank_rows[transport.rank]), dtype=torch.bfloat16, requires_grad=True)
+        sums = CarriedRows(live).convolved(
+            x_1CT, lambda x: sum(pad(x, (at, 0))[..., : x.shape[2]] for at in range(4)), ""
+        )
+        sums.sum().backward()
+        assert x_1CT.grad is not None
+        return x_1CT.grad
+
+    of_holder, _ = run_ranks(2, body)
+    # A token is seen by itself and the three after it, of each document that it is in.
+    expected = [4] * 6 + [4 + count, 4 + 2 * count, 4 + 2 * count] + [4] * 8 + [3, 2, 1]
+    torch.testing.assert_close(of_holder[0, 0, :20].float(), torch.tensor(expected).float(), rtol=2**-8, atol=0)

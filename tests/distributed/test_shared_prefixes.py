@@ -2,9 +2,11 @@
 gradients are those of every row by itself."""
 
 import logging
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.layout import Layout, Topology
+from distca_hf.placement.given import place_given
+from distca_hf.planning import folds
+from distca_hf.planning.fragments import Fragments
+from distca_hf.prefixes import SharedPrefixes
 from support.given_batches import (
     Batch,
     Gradients,
@@ -30,6 +37,8 @@ from support.given_batches import (
 )
 from support.models import VOCABULARY, plain_attention, tiny_config
 from support.ranks import run_ranks
+from support.versions import states_travel
+from support.wide_models import FAMILIES, wide_model
 
 
 LEAST_TOKENS = 16
@@ -90,6 +99,8 @@ class Case:
         least_shared: tokens that are not computed twice, at least, on two ranks; 0: none is shared.
         most: largest difference of a gradient, in its largest number.
         says: beginning of the log's reason if nothing is shared.
+        trained: returns whether a parameter of this name is trained.
+        divides_heads: whether ranks divide the heads of states, whatever that costs.
     """
 
     batches: Sequence[Batch]
@@ -100,15 +111,23 @@ class Case:
     prepare: Callable[[PreTrainedModel], object] = lambda model: None
     changes: dict[str, Any] = field(default_factory=dict)
     says: str = ""
+    trained: Callable[[str], bool] = lambda name: True
+    divides_heads: bool = False
 
     def model(self, implementation: str) -> PreTrainedModel:
         torch.manual_seed(0)
+        if self.kind in FAMILIES:
+            sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+            model = wide_model(self.kind, implementation, **sizes)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(self.trained(name))
+            return model
         if self.kind == "gpt2":
             sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY}
             config = GPT2Config(**sizes, attn_pdrop=0, **({"embd_pdrop": 0, "resid_pdrop": 0} | self.changes))
         else:
             config = tiny_config(self.kind, **self.changes)
-        experts = {"experts_implementation": "eager"} if self.kind in ("qwen3_moe", "gpt_oss") else {}
+        experts = {"experts_implementation": "eager"} if self.kind in ("qwen3_moe", "gpt_oss", "minimax") else {}
         model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, **experts)
         return model.to(torch.float64).train()
 
@@ -172,13 +191,57 @@ CASES = {
     "a random model": Case(
         [padded(PAIR)], 0, "gpt2", most=2.0, changes={"resid_pdrop": 0.1}, says="transformer.h.0.attn.resid_dropout"
     ),
-    "states": Case([packed(PAIR)], 0, "qwen3_5", most=1e-5, says="layers carry a state"),
+    "states that cannot travel": Case([packed(PAIR)], 0, "minimax", most=1e-5, says="layers carry a state"),
 }
+
+
+def random_tree(seed: int) -> list[Batch]:
+    """Documents of three ranks, most of which continue another one from any of its tokens on."""
+    rng = random.Random(seed)
+    documents = [words(rng.randint(60, 260), seed)]
+    for number in range(8):
+        begin = rng.choice(documents) if rng.random() < 0.8 else words(0, 0)
+        begin = begin[: rng.randint(0, min(len(begin), 300))]
+        documents.append(torch.cat([begin, words(rng.randint(1, 80), 100 * seed + number)]))
+    rng.shuffle(documents)
+    return [padded(documents[first : first + 3]) for first in (0, 3, 6)]
+
+
+# Ranks are even as they are, and the third one has neither a prefix nor what follows one.
+WITHOUT = [continuing(PROMPT, 50), [*continuing(PROMPT, 50, seed=200), words(144, 10)], [words(200, 11)]]
+# Families whose states differ in kind.
+KINDS = ("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2")
+TRAINED: dict[str, Callable[[str], bool]] = {
+    "everything is": lambda name: True,
+    "only A_log is": lambda name: name.endswith(("A_log", "conv.weight")),
+    "only embeddings are": lambda name: "embed_tokens" in name,
+}
+
+
+def cases_of(family: str) -> dict[str, Case]:
+    """Cases of a family of hybrids."""
+    is_reentrant, seed = len(family) % 2 == 0, len(family)
+    cases = {
+        "a tree": Case([padded(TREE[:3]), padded(TREE[3:])], 5 * 128 + 3 * 64),
+        "another": Case(random_tree(seed), 1, prepare=checkpointed(is_reentrant)),
+        "ranks divide heads": Case(random_tree(seed + 1), 1, divides_heads=True),
+    }
+    if family in KINDS:
+        cases["a prompt longer than a rank's share"] = Case([padded(LONG), padded([words(7, 9)])], 384)
+        for name, trained in TRAINED.items():
+            saves = checkpointed(reentrant=False) if name == "only A_log is" else Case.prepare
+            batches = [*map(padded, WITHOUT)]
+            cases[f"one rank without, {name} trained"] = Case(batches, PREFIX, prepare=saves, trained=trained)
+    return {f"{family}, {name}": replace(case, kind=family) for name, case in cases.items()}
+
+
+CASES |= {name: case for family in FAMILIES for name, case in cases_of(family).items()}
 
 
 def alone(case: Case, rank: int) -> tuple[float, Gradients]:
     """Loss and gradients of a rank's batch without distca."""
-    model, batch = case.model(plain_attention(case.kind)), case.batch(rank)
+    plain = FAMILIES[case.kind].plain if case.kind in FAMILIES else plain_attention(case.kind)
+    model, batch = case.model(plain), case.batch(rank)
     if "position_ids" in batch and batch["input_ids"].shape[0] == 1:  # a pack: sdpa knows no documents
         starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
         batch = padded([batch["input_ids"][0, start:stop] for start, stop in pairwise(starts)])
@@ -200,7 +263,8 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, 
         model = distca_hf.enable(case.model("distca"), plugin)
         case.prepare(model)
         wrapped = nn.parallel.DistributedDataParallel(model)
-        with in_double():
+        least_bytes = -math.inf if case.divides_heads else folds.LEAST_SAVED_BYTES
+        with in_double(), patch.object(folds, "LEAST_SAVED_BYTES", least_bytes):
             loss = case.loss(wrapped, case.batch(dist.get_rank()))
             loss.backward()
         logging.getLogger("distca_hf").removeHandler(handler)
@@ -212,6 +276,17 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, 
 
 @pytest.mark.parametrize("name", ["a tree", "packs", "experts with their loss", "reentrant", "prompts too short"])
 def test_one_rank_computes_shared_prefixes_once(name: str) -> None:
+    check_one_rank(name)
+
+
+@states_travel
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_computes_states_of_shared_prefixes_once(family: str) -> None:
+    check_one_rank(f"{family}, a tree")
+
+
+def check_one_rank(name: str) -> None:
+    """Compares two steps on one rank with one on every row alone."""
     case, plugin = CASES[name], distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
     model = distca_hf.enable(case.model("distca"), plugin)
     case.prepare(model)
@@ -248,9 +323,36 @@ def test_one_rank_moves_no_rows_for_less_than_a_tenth_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
-    by_rank = run_ranks(world, _train, tmp_path, list(CASES))
+    check(world, [name for name, case in CASES.items() if case.kind not in FAMILIES], tmp_path)
 
-    for name, case in CASES.items():
+
+def test_one_of_three_ranks_has_no_fragments_if_it_is_meant_to() -> None:
+    home = Layout.from_packs([[*map(len, documents)] for documents in WITHOUT])
+    spans = [[(0, 0, 200)], [(0, 0, PREFIX), (1, PREFIX, 200)], [(2, 0, 144)], [(3, 0, 200)]]
+    layout = home.sharing(SharedPrefixes.of_spans(spans, range(4)))
+
+    assert place_given(layout, Topology(3, 3)) is layout
+    groups = [Fragments.of(layout, rank, 3).groups for rank in range(3)]
+    assert [{name: one.tolist() for name, one in group.items()} for group in groups] == [
+        {"whole": [], "followed": [PREFIX], "last": [56]},
+        {"whole": [144], "followed": [], "last": [56]},
+        {"whole": [200], "followed": [], "last": []},
+    ]
+
+
+@states_travel
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_go_to_all_documents_that_continue_a_prefix(family: str, world: int, tmp_path: Path) -> None:
+    check(world, [*cases_of(family)], tmp_path)
+
+
+def check(world: int, names: Sequence[str], folder: Path) -> None:
+    """Compares steps on ranks with those on every row alone."""
+    by_rank = run_ranks(world, _train, folder, names)
+
+    for name in names:
+        case = CASES[name]
         losses, expected = zip(*(alone(case, rank) for rank in range(world)), strict=True)
         tokens = sum(int(case.batch(rank).get("attention_mask", torch.ones(1)).sum()) for rank in range(world))
         for rank, results in enumerate(by_rank):

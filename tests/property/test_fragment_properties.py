@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from distca_hf.layout import Layout
 from distca_hf.planning.folds import Fold, Route
 from distca_hf.planning.fragments import Fragments
+from distca_hf.prefixes import SharedPrefixes, Span
 
 
 Item = TypeVar("Item")
@@ -25,20 +26,36 @@ PADDING, ZEROS = "padding", "zeros"
 
 
 def cut_layout(rng: random.Random, num_ranks: int) -> Layout:
-    """Documents cut into up to nine fragments, on any rank in any order; some ranks empty, some padded."""
-    longest_tokens = rng.choice([3, 40])
-    lengths = [rng.randint(1, longest_tokens) for _ in range(rng.randint(1, 12))]
+    """Documents cut into up to nine fragments, on any rank in any order; some ranks empty, some padded. Some continue
+    others, which may continue others."""
+    longest_tokens, sharing = rng.choice([3, 40]), rng.choice([0, 0.3, 0.9])
+    lengths, spans = list[int](), list[list[Span]]()
+    for document in range(rng.randint(1, 12)):
+        prefix = list[Span]()
+        if spans and rng.random() < sharing:
+            continued = rng.randrange(document)
+            stop = rng.randint(1, lengths[continued])
+            prefix = [(holder, start, min(end, stop)) for holder, start, end in spans[continued] if start < stop]
+        first = prefix[-1][2] if prefix else 0
+        lengths.append(first + rng.randint(1, longest_tokens))
+        spans.append([*prefix, (document, first, lengths[-1])])
     held: list[list[Segment]] = [[] for _ in range(num_ranks)]
     holders = rng.sample(range(num_ranks), rng.randint(1, num_ranks))
     for document, tokens in enumerate(lengths):
-        inside = {rng.randint(0, tokens) for _ in range(rng.choice([0, 0, 1, 4, 8]))}
-        for start, stop in pairwise(sorted({0, tokens, *inside})):
+        first = spans[document][-1][1]
+        inside = {rng.randint(first, tokens) for _ in range(rng.choice([0, 0, 1, 4, 8]))}
+        for start, stop in pairwise(sorted({first, tokens, *inside})):
             held[rng.choice(holders)].append((document, start, stop))
     for segments in held:
         rng.shuffle(segments)
     tokens_of_ranks = [sum(stop - start for _, start, stop in segments) for segments in held]
     rows = [max(1, tokens + rng.choice([0, 0, 1, 3])) for tokens in tokens_of_ranks]  # models run on a row at least
-    return Layout.from_segments(lengths, held, rows)
+    columns = np.array([segment for segments in held for segment in segments], dtype=np.int64).T.copy()
+    shared = None if all(len(one) == 1 for one in spans) else SharedPrefixes.of_spans(spans, range(len(spans)))
+    borders = np.cumsum([0, *map(len, held)])
+    layout = Layout(np.array(lengths), *columns, borders, np.array(rows), shared=shared)
+    layout.validate()
+    return layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,20 +84,53 @@ class World:
         tokens: list[Token] = [(document, at) for document, start, stop in held for at in range(start, stop)]
         return tokens + [PADDING] * self.padding(rank)
 
+    @cached_property
+    def paths(self) -> list[list[Token]]:
+        """What the row of each token of each document holds, whichever document holds the row."""
+        if (shared := self.layout.shared) is None:
+            return [[(document, at) for at in range(tokens)] for document, tokens in enumerate(self.document_tokens)]
+        spans = list(zip(*(x.tolist() for x in (shared.holder, shared.start, shared.stop)), strict=True))
+        return [
+            [(holder, at) for holder, start, stop in spans[slice(*bounds)] for at in range(start, stop)]
+            for bounds in pairwise(shared.document_spans.tolist())
+        ]
+
+    @cached_property
+    def document_tokens(self) -> list[int]:
+        """Tokens of each document."""
+        lengths: list[int] = self.layout.document_tokens.tolist()
+        return lengths
+
+    def held_by(self, rank: int) -> list[Segment]:
+        """Segments of a rank, cut where others continue them."""
+        first = self.layout.first_own.tolist()
+        continued = {self.paths[document][at - 1] for document, at in enumerate(first) if at}
+        held = list[Segment]()
+        for document, start, stop in self.layout.held_by(rank):
+            inside = [at for at in range(start + 1, stop) if (document, at - 1) in continued]
+            held += [(document, *bounds) for bounds in pairwise([start, *inside, stop])]
+        return held
+
+    @cached_property
+    def last_before(self) -> set[Token]:
+        """Tokens just before fragments."""
+        every = [segment for rank in range(self.layout.num_ranks) for segment in self.held_by(rank)]
+        return {self.paths[document][start - 1] for document, start, _ in every if start}
+
     def segments(self, rank: int) -> list[list[Token]]:
         """What the rows of each segment hold, and those of padding."""
-        held = self.layout.held_by(rank)
+        held = self.held_by(rank)
         segments: list[list[Token]] = [[(document, at) for at in range(start, stop)] for document, start, stop in held]
         return segments + [[PADDING] * self.padding(rank)] * (self.padding(rank) > 0)
 
     def fragments(self, rank: int) -> list[Segment]:
         """Parts of cut documents that a rank holds, in row order."""
-        return [segment for segment in self.layout.held_by(rank) if segment[1] > 0 or self.is_followed(segment)]
+        return [segment for segment in self.held_by(rank) if segment[1] > 0 or self.is_followed(segment)]
 
     def is_followed(self, segment: Segment) -> bool:
-        """Whether other fragments of the document come later."""
+        """Whether other fragments follow."""
         document, _, stop = segment
-        return stop < int(self.layout.document_tokens[document])
+        return (document, stop - 1) in self.last_before
 
     def summaries(self, rank: int) -> list[Segment]:
         """Fragments that a rank makes summaries of, in row order."""
@@ -118,7 +168,7 @@ def check_windows(world: World) -> None:
         assert len(windows) == len(segments) * size
         for number, segment in enumerate(segments):
             document, start = segment[0] if segment[0] != PADDING else (None, 0)
-            expected = [(document, at) if at >= 0 else ZEROS for at in range(start - before, start)]
+            expected = [world.paths[document][at] if at >= 0 else ZEROS for at in range(start - before, start)]
             expected += [*segment[:before], *[ZEROS] * (before - len(segment))]
             assert windows[number * size : (number + 1) * size] == expected
 
@@ -142,10 +192,10 @@ def check_convolved_rows(world: World) -> None:
 def check_groups(world: World) -> None:
     """Runs are all rows of a rank, in their order, and groups the parts that they hold."""
     for rank, fragments in enumerate(world.ranks):
-        assert fragments.cut_documents == world.layout.cut_documents
+        assert fragments.is_cut == any(map(world.fragments, range(world.layout.num_ranks)))
         group_of = {
             token: "followed" if world.is_followed((document, start, stop)) else "last" if start else "whole"
-            for document, start, stop in world.layout.held_by(rank)
+            for document, start, stop in world.held_by(rank)
             for token in ((document, at) for at in range(start, stop))
         }
         in_runs = [run.group for run in fragments.runs for _ in range(run.tokens)]
@@ -159,28 +209,36 @@ def check_groups(world: World) -> None:
 
 
 def check_fold(world: World, heads: int | None) -> None:
-    """Every rank gets the states before its fragments, from chains through all fragments before, without a gap."""
+    """Every rank gets the states before its fragments, from chains through all fragments before, without a gap. A
+    state is named by the token that it is after."""
     units = [*range(heads)] if heads else [None]
     ranks = range(world.layout.num_ranks)
     folds = [Fold.of(world.ranks[rank].cut, rank, heads) for rank in ranks]
     mine = [[(segment, unit) for segment in world.summaries(rank) for unit in units] for rank in ranks]
     received = exchanged(mine, [fold.gathered for fold in folds])
-    computed: list[list[tuple[int, int, int | None]]] = []
+    computed: list[list[tuple[Token, int | None]]] = []
     for rank, fold in enumerate(folds):
         assert len({*received[rank]}) == len(received[rank]), "each summary once"
         found = [*mine[rank], *received[rank]]
         items = [found[place] for place in fold.placed.tolist()]
         assert sum(fold.steps) == len(items)
-        assert sorted(fold.steps, reverse=True) == [*fold.steps]
-        chains: list[list[tuple[Segment, int | None]]] = [[] for _ in range(max(fold.steps, default=0))]
-        of_rank: list[tuple[int, int, int | None]] = []
-        for step in fold.steps:
-            for number, (segment, unit) in enumerate(items[len(of_rank) :][:step]):
-                document, start, stop = segment
-                before, unit_before = chains[number][-1] if chains[number] else ((document, 0, 0), unit)
-                assert (before[0], before[2], unit_before) == (document, start, unit)
-                chains[number].append((segment, unit))
-                of_rank.append((document, stop, unit))
+        assert not fold.branches or world.layout.shared is not None
+        places = iter(fold.before.tolist())
+        of_step: list[tuple[Token, int | None]] = []
+        of_rank: list[tuple[Token, int | None]] = []
+        for number, step in enumerate(fold.steps):
+            before, of_step = of_step, []
+            for place, ((document, start, stop), unit) in enumerate(items[len(of_rank) :][:step]):
+                if number:
+                    at = next(places)
+                    assert fold.branches or at == place
+                    assert before[at] == (world.paths[document][start - 1], unit)
+                else:
+                    assert start == 0
+                of_step.append(((document, stop - 1), unit))
+            of_rank += of_step
+        assert next(places, None) is None
+        assert len({*of_rank}) == len(of_rank), "each state is computed once on a rank"
         computed.append(of_rank)
     if heads:
         every = [one for of_rank in computed for one in of_rank]
@@ -189,13 +247,12 @@ def check_fold(world: World, heads: int | None) -> None:
         assert not any(len(fold.returned.sent) for fold in folds)
     arrived = exchanged(computed, [fold.returned for fold in folds])
     for rank, fold in enumerate(folds):
+        assert len({*arrived[rank]}) == len(arrived[rank]), "each state once"
         states = [[*computed[rank], *arrived[rank]][place] for place in fold.states.tolist()]
-        assert states == [(document, start, unit) for document, start, _ in world.later(rank) for unit in units]
-        last = {
-            document: max(start for other, start, _ in world.later(rank) if other == document)
-            for document, *_ in world.later(rank)
-        }
-        assert heads or all(stop <= last[document] for document, stop, _ in computed[rank]), "nothing in vain"
+        before_later = [world.paths[document][start - 1] for document, start, _ in world.later(rank)]
+        assert states == [(token, unit) for token in before_later for unit in units]
+        needed = {token for document, start, _ in world.later(rank) for token in world.paths[document][:start]}
+        assert heads or {token for token, _ in computed[rank]} <= needed, "nothing in vain"
     sent = [[int(route.sent_counts.sum()) for route in (fold.gathered, fold.returned)] for fold in folds]
     got = [[int(route.received_counts.sum()) for route in (fold.gathered, fold.returned)] for fold in folds]
     assert {fold.busiest for fold in folds} == {int(np.max([sent, got], axis=(0, 1)).sum())}

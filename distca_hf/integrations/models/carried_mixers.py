@@ -239,7 +239,7 @@ def _of_whole(rule: StateRule, rows: Sequence[torch.Tensor], group: DeviceGroup)
     if rule.packed is not None:
         return rule.outputs(rows, **rule.packed(group))
     num_rows = rows[0].shape[1]
-    return group.buckets.run(lambda gather: rule.outputs([gather(x[0]) for x in rows]), num_rows)[None]
+    return group.buckets.run(lambda bucket: rule.outputs([bucket.gathered(x[0]) for x in rows]), num_rows)[None]
 
 
 def _packed_by(function: Callable[..., Any], keyword: str) -> Packed | None:

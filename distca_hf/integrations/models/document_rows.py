@@ -10,7 +10,7 @@ import torch
 from transformers import Cache
 
 from distca_hf.arrays import IntArray
-from distca_hf.runtime.buckets import Buckets, Gather
+from distca_hf.runtime.buckets import Bucket, Buckets
 from distca_hf.torch_private import hidden_from_dynamo
 
 
@@ -52,10 +52,10 @@ class DocumentRows:
         """
         in_tuple = 0
 
-        def run(gather: Gather) -> torch.Tensor:
+        def run(bucket: Bucket) -> torch.Tensor:
             nonlocal in_tuple
-            given = [self._gathered(value, gather) for value in args]
-            mixed: Any = mixer(*given, **{name: self._gathered(value, gather) for name, value in keywords.items()})
+            given = [self._gathered(value, bucket) for value in args]
+            mixed: Any = mixer(*given, **{name: self._gathered(value, bucket) for name, value in keywords.items()})
             in_tuple = len(mixed) if isinstance(mixed, tuple) else 0
             out: torch.Tensor = mixed[0] if in_tuple else mixed
             return out
@@ -64,14 +64,14 @@ class DocumentRows:
         whole = joined.unflatten(0, (self.batch_size, self.row_tokens))
         return (whole, *[None] * (in_tuple - 1)) if in_tuple else whole
 
-    def _gathered(self, value: Any, gather: Gather) -> object:
+    def _gathered(self, value: Any, bucket: Bucket) -> object:
         """Returns the tokens of a batch of documents; None for a cache; other values unchanged."""
         if isinstance(value, Cache):
             return None
         if isinstance(value, tuple):
-            return tuple(self._gathered(part, gather) for part in value)
+            return tuple(self._gathered(part, bucket) for part in value)
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != self.row_tokens:
             return value
         if value.shape[0] not in (1, self.batch_size):
             return value
-        return gather(value.expand(self.batch_size, *value.shape[1:]).flatten(0, 1))
+        return bucket.gathered(value.expand(self.batch_size, *value.shape[1:]).flatten(0, 1))

@@ -122,6 +122,16 @@ class Apart:
         """Makes the next call look up the functions that the mixer calls."""
         self._carried = None
 
+    def carried(self) -> Callable[..., object]:
+        """Returns the forward function for rows whose states travel.
+
+        Raises:
+            UnsupportedAttentionError: a function that the mixer calls takes no states.
+        """
+        if self._carried is None:
+            self._carried = carried_forward(self._mixer, self._rows, self.name)
+        return self._carried
+
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: object, **keywords: object) -> object:
         """Runs the mixer. Drops keywords that it does not name: they are for attention, or say where documents begin
@@ -143,8 +153,6 @@ class Apart:
     def _carry(self, args: tuple[object, ...], keywords: dict[str, object]) -> object:
         """Runs the mixer on rows whose states travel. Drops a cache, which has one state for the whole row, and masks,
         because the plan knows the padding. Joins several rows into one: the plan tells documents apart."""
-        if self._carried is None:
-            self._carried = carried_forward(self._mixer, self._rows, self.name)
         given = {name: None if name in NOT_CARRIED else value for name, value in keywords.items()}
         shape = next(x.shape[:2] for x in (*args, *given.values()) if isinstance(x, torch.Tensor))
 
@@ -155,7 +163,7 @@ class Apart:
                 return value
             return value.flatten(0, 1)[None]
 
-        mixed: Any = self._carried(*map(as_one_row, args), **{name: as_one_row(x) for name, x in given.items()})
+        mixed: Any = self.carried()(*map(as_one_row, args), **{name: as_one_row(x) for name, x in given.items()})
         if isinstance(mixed, tuple):
             return (mixed[0][0].unflatten(0, shape), *mixed[1:])
         return mixed[0].unflatten(0, shape)

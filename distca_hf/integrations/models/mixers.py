@@ -214,6 +214,17 @@ class MixerWatch:
         self._rows = CarriedRows(plan) if self.carry else DocumentRows(lengths, batch_size, row_tokens, device)
         return {KEYWORD: self._rows}
 
+    def take_states(self) -> bool:
+        """Returns whether mixers can begin from a state, with the functions that they call now."""
+        try:
+            self._follow_functions()
+            for apart in self._apart:
+                apart.carried()
+        except UnsupportedAttentionError as error:
+            log.debug("documents share nothing: %s", error)
+            return False
+        return True
+
     def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
         """Returns further keywords for a local pass of this rank.
 

@@ -55,6 +55,7 @@ class Sharing:
     def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch, is_multimodal: bool) -> None:
         self._root, model = root, transformers_model(root)
         self._before_layers = dict.fromkeys((model, backbone_of(model), model.get_input_embeddings()))
+        self._mixers = mixers
         self._config, self._refusal = model.config.get_text_config(), ""
         self.following: Sequence[Reading | None] = ()
         self._least_tokens, self._looks, self.has_paid = config.shared_prefix_tokens, 0, False
@@ -62,8 +63,8 @@ class Sharing:
         self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
         if not config.shared_prefix_tokens:
             self._refusal = "shared_prefix_tokens is 0"
-        elif mixers.need_whole or mixers.halo_tokens is not None:
-            self._refusal = "layers carry a state from token to token"
+        elif mixers.need_whole:
+            self._refusal = "layers carry a state from token to token that cannot travel"
         elif is_multimodal:
             self._refusal = "the model may put features of images among the tokens"
 
@@ -86,7 +87,8 @@ class Sharing:
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
     ) -> ReadDocuments | None:
         """Returns what was read of a batch that trains on one rank; None if sharing saves less than a tenth of its
-        tokens: rows move for it, which takes memory.
+        tokens: rows move for it, which takes memory. None, too, if installed kernels take no states: this rank needs
+        them for nothing else.
 
         Reading a batch without a reading waits for the device. So before the first batch that pays it is done only in
         passes 1, 2, 4, 8 ..., and never to say why nothing is shared.
@@ -125,7 +127,12 @@ class Sharing:
         self.has_paid |= saved >= LEAST_SAVED
         if not self.has_paid and FEW_SAVED not in self._said:
             self._say(read, None, FEW_SAVED, f"{saved:.1%}")
-        return read if saved >= LEAST_SAVED else None
+        if saved < LEAST_SAVED:
+            return None
+        if not self._mixers.take_states():
+            self._say(read, None, "the installed kernels of a mixer begin from no state")
+            return None
+        return read
 
     def _say(self, read: ReadDocuments | None, shown_as: ReadDocuments | None, why: str, numbers: str = "") -> None:
         """Logs once for each reason that documents of one rank begin alike and do not share their prefix."""

@@ -23,12 +23,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from distca_hf.planning.folds import MOST_HEADS
+from distca_hf.runtime.buckets import Bucket
 from distca_hf.runtime.device_fragments import DeviceFragments, DeviceGroup
 
 
 # Returns keywords that make a function keep the parts of a group apart.
 Packed = Callable[[DeviceGroup], dict[str, Any]]
 Tensors = Sequence[torch.Tensor]
+# Most last fragments that are a call each: rows need not be gathered for it.
+FEW_FRAGMENTS = 4
 # Number of Mamba1's tokens whose decays, `[T, C, S]`, exist at once.
 DECAY_TOKENS = 256
 
@@ -177,7 +180,7 @@ class DeltaRule(StateRule):
 
 class Scan(StateRule):
     """Mamba2's scan. Its kernels take a state for each row of a batch, and have no gradients of states after packed
-    rows, so each fragment is one call.
+    rows, so each followed fragment is one call, and many last ones run in batches.
 
     Args:
         function: of the rows and further keywords, like Transformers'.
@@ -238,8 +241,15 @@ class Scan(StateRule):
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
         """See `StateRule`."""
-        pairs = zip(_each(rows, last), states.split(1), strict=True)
-        return torch.cat([self.outputs(part, initial_states=state) for part, state in pairs], dim=1)
+        if len(last.tokens) <= FEW_FRAGMENTS:
+            pairs = zip(_each(rows, last), states.split(1), strict=True)
+            return torch.cat([self.outputs(part, initial_states=state) for part, state in pairs], dim=1)
+
+        def run(bucket: Bucket) -> Any:
+            before = states.index_select(0, bucket.numbers)
+            return self.outputs([bucket.gathered(x[0]) for x in rows], initial_states=before)
+
+        return last.buckets.run(run, rows[0].shape[1])[None]
 
 
 class SelectiveScan(StateRule):

@@ -1,6 +1,8 @@
 """Why documents of some models and batches must not share prefixes."""
 
+import inspect
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from distca_hf.batches.read_documents import ENTRY, DocumentReader, Reading, Rea
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.log_lines import KeptLines
 from support.models import tiny_model
+from support.versions import states_travel
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
@@ -137,6 +140,47 @@ def test_one_rank_trains_on_batches_that_ranks_cannot_place(change: str) -> None
         losses.append(model(**batch).loss.item())
         plugin.close()
     assert losses[1] == losses[0]
+
+
+def as_installed(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a kernel as Transformers does: it gets the keywords that it knows."""
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        known = inspect.signature(implementation).parameters
+        return implementation(*args, **{name: value for name, value in keywords.items() if name in known})
+
+    return call
+
+
+@states_travel
+@pytest.mark.parametrize("takes_states", [True, False])
+def test_one_rank_shares_nothing_if_a_kernel_takes_no_states(
+    takes_states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.arange(60).expand(2, -1) + torch.tensor([[0], [1]]) * (torch.arange(60) == 59)
+    names = vars(sys.modules[type(tiny_model("qwen3_5")).__module__])
+    rule, losses = names["torch_chunk_gated_delta_rule"], []
+
+    def with_states(
+        query: Any, key: Any, value: Any, g: Any, beta: Any, initial_state: Any, output_final_state: Any
+    ) -> Any:
+        return rule(query, key, value, g, beta, 64, initial_state, output_final_state, True)
+
+    def without_states(query: Any, key: Any, value: Any, g: Any, beta: Any) -> Any:
+        return rule(query, key, value, g, beta, 64, None, False, True)
+
+    for tokens in (20, 0):
+        torch.manual_seed(0)
+        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=tokens)
+        model = distca_hf.enable(tiny_model("qwen3_5"), plugin).train()
+        monkeypatch.setitem(
+            names, "torch_chunk_gated_delta_rule", as_installed(with_states if takes_states else without_states)
+        )
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+        losses.append(model(**batch, use_cache=False).loss.item())
+        assert (watch_of(model).planner is not None) == (takes_states and tokens > 0)
+        plugin.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if takes_states else 0)
 
 
 @pytest.mark.parametrize(
