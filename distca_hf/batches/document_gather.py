@@ -119,7 +119,7 @@ def to_share(read: ReadDocuments, shares: bool, has_one_label: bool, least_token
         has_one_label: whether the loss gets one label for each computed token. Then only tokens that predict no label
             to learn may be shared.
     """
-    if read.hashes is None or not shares:
+    if read.hashes is None or not shares or read.unshared:
         return replace(read, hashes=None)
     if not has_one_label:
         return read

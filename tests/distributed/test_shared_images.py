@@ -1,0 +1,197 @@
+"""Documents that begin with the same tokens and images: layers compute these once, and gradients of text and towers
+are those of every row by itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_shared_prefixes import LEAST_TOKENS, in_double, words
+from torch import nn
+from transformers import PreTrainedModel
+
+import distca_hf
+from distca_hf.integrations.models.forward_watch import watch_of
+from support.given_batches import PATCH, Batch, Gradients, gradients_of
+from support.multimodal import IMAGE_TOKEN, multimodal_model
+from support.ranks import run_ranks
+from support.versions import classes_of_today
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image of random numbers, `height` x `width` patches; two by two of them become a token."""
+
+    seed: int
+    height: int = 4
+    width: int = 4
+
+
+Row = Sequence[torch.Tensor | Image]
+# Sides of a patch, and of the largest image, in pixels.
+SIDE, LARGEST = 16, 128
+
+
+def columns_of(kind: str, images: Sequence[Image]) -> tuple[list[int], Batch]:
+    """Returns tokens of images, and the columns that a processor would make of them."""
+    drawn = partial(torch.randn, dtype=torch.float64)
+    generators = [torch.Generator().manual_seed(image.seed) for image in images]
+    tokens = [image.height * image.width // 4 for image in images]
+    if not images:
+        return [], {}
+    if kind in PATCH:
+        patches = [drawn(4 * count, PATCH[kind], generator=one) for count, one in zip(tokens, generators, strict=True)]
+        grid = torch.tensor([[1, image.height, image.width] for image in images])
+        return tokens, {"pixel_values": torch.cat(patches), "image_grid_thw": grid}
+    if kind == "mistral3":
+        pixels, sizes = torch.zeros(len(images), 3, LARGEST, LARGEST, dtype=torch.float64), []
+        for image, place, generator in zip(images, pixels, generators, strict=True):
+            sizes.append((SIDE * image.height, SIDE * image.width))
+            place[:, : sizes[-1][0], : sizes[-1][1]] = drawn(3, *sizes[-1], generator=generator)
+        return tokens, {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+    # Images, or tiles of them, have four tokens.
+    side = {"llava": 64, "internvl": 56}[kind]
+    tiles = [drawn(count // 4, 3, side, side, generator=one) for count, one in zip(tokens, generators, strict=True)]
+    return tokens, {"pixel_values": torch.cat(tiles)}
+
+
+def batch_of(kind: str, rows: Sequence[Row], side: str = "right") -> Batch:
+    """Returns padded rows."""
+    tokens, columns = columns_of(kind, [part for row in rows for part in row if isinstance(part, Image)])
+    ids, of_images = list[torch.Tensor](), iter(tokens)
+    for row in rows:
+        parts = [
+            torch.full((next(of_images),), IMAGE_TOKEN) if isinstance(part, Image) else part % IMAGE_TOKEN
+            for part in row
+        ]
+        ids.append(torch.cat(parts))
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
+    batch = {"input_ids": padded(ids), "attention_mask": padded([torch.ones_like(row) for row in ids]), **columns}
+    if kind in PATCH:
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).long()
+    return batch
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns a sum over all tokens."""
+    logits = model(**batch, use_cache=False).logits[:, :-1]
+    mask = batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1]
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / 100
+
+
+def model_of(kind: str, implementation: str) -> PreTrainedModel:
+    return multimodal_model(kind, implementation).to(torch.float64)
+
+
+@dataclass
+class Case:
+    """Rows of ranks; further ranks have those of the last one.
+
+    Attributes:
+        shared: tokens that are not computed twice, on one rank with all rows and on two.
+    """
+
+    rows: Sequence[Sequence[Row]]
+    shared: int
+    side: str = "right"
+
+
+QUESTION, LONG, TAIL = words(50, 1), words(90, 2), words(60, 3)
+CAT, DOG, WIDE = Image(1), Image(2), Image(1, 4, 8)
+
+
+def answers(*prompt: torch.Tensor | Image, lengths: Sequence[int] = (9, 20), seed: int = 10) -> list[Row]:
+    """Rows of a prompt and answers of these lengths."""
+    return [[*prompt, words(length, seed + at)] for at, length in enumerate(lengths)]
+
+
+# Prefixes of 16, 80 and 144 tokens are compared. A small image has four tokens, a wide one eight.
+CASES = {
+    "pairs": Case([answers(QUESTION, CAT, TAIL), answers(DOG, LONG)], 80 + 80),
+    "pairs, padded left": Case([answers(QUESTION, CAT, TAIL), answers(DOG, LONG)], 80 + 80, "left"),
+    "a group on two ranks": Case(
+        [answers(QUESTION, CAT, LONG, lengths=(5, 70)), answers(QUESTION, CAT, LONG, lengths=(3, 40), seed=20)],
+        3 * 144,
+    ),
+    "other images after equal text": Case(
+        [[[QUESTION, CAT, LONG], [QUESTION, DOG, LONG]], [[QUESTION, WIDE, LONG]]], 2 * 16
+    ),
+    "other images before equal text": Case([[[CAT, LONG], [DOG, LONG]], [[WIDE, LONG]]], 0),
+    "one image after other text": Case([[[words(7, 4), CAT, LONG], [words(7, 5), CAT, LONG]], [[CAT, LONG]]], 0),
+    "the second image differs": Case(
+        [[[QUESTION, CAT, TAIL, DOG, LONG], [QUESTION, CAT, TAIL, CAT, LONG]], [[QUESTION, CAT, TAIL, WIDE, LONG]]],
+        2 * 80,
+    ),
+    "images on some rows": Case(
+        [[*answers(LONG), *answers(TAIL, CAT, TAIL)], [[LONG, CAT], *answers(TAIL, CAT, TAIL, seed=20)]],
+        2 * 80 + 3 * 80,
+    ),
+    "images on one rank": Case([answers(QUESTION, CAT, TAIL), [*answers(LONG), [QUESTION, LONG]]], 80 + 80 + 16),
+    "two turns": Case(
+        [[[CAT, TAIL, WIDE, LONG, words(4, 6)], [CAT, TAIL, WIDE, LONG, words(5, 7)]], [[CAT, TAIL, words(80, 8)]]],
+        144 + 16,
+    ),
+}
+# Models have no sizes for images that are wide, or no rows without images.
+OF_KINDS = {
+    "qwen2_5_vl": list(CASES),
+    "qwen3_vl": list(CASES),
+    "mistral3": list(CASES),
+    "internvl": list(CASES),
+    "llava": ["pairs", "pairs, padded left", "a group on two ranks", "images on some rows", "images on one rank"],
+}
+
+
+def alone(kind: str, rows: Sequence[Row]) -> Gradients:
+    """Returns the sum of the gradients of every row by itself, without distca."""
+    model = model_of(kind, "sdpa")
+    with in_double():
+        for row in rows:
+            loss_of(model, batch_of(kind, [row])).backward()
+    return gradients_of(model)
+
+
+def assert_equal(ours: Gradients, expected: Gradients, case: object) -> None:
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in expected.items():
+        worst = (ours[name] - gradient).abs().max() / max(gradient.abs().max().item(), 1e-3 * largest)
+        assert worst <= 1e-12, (case, name, worst)
+    of_towers = [gradient for name, gradient in expected.items() if "vision" in name or "visual" in name]
+    assert any(gradient.abs().max() > 1e-6 * largest for gradient in of_towers) or not of_towers
+
+
+def _train(kind: str) -> dict[str, tuple[Gradients, int, int]]:
+    """Returns mean gradients, shared tokens and tokens that layers computed, by case."""
+    results, rank = {}, dist.get_rank()
+    for name in OF_KINDS[kind]:
+        case = CASES[name]
+        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+        model = distca_hf.enable(model_of(kind, "distca"), plugin)
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        with in_double():
+            loss_of(wrapped, batch_of(kind, case.rows[rank], case.side)).backward()
+        facts = watch_of(model).planner.history[-1]
+        results[name] = gradients_of(model), facts.shared_tokens, sum(facts.tokens)
+        plugin.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=[classes_of_today] if name == "qwen3_vl" else []) for name in OF_KINDS]
+)
+def test_gradients_on_ranks_are_those_of_every_row_alone(kind: str, tmp_path: Path) -> None:
+    by_rank = run_ranks(2, _train, tmp_path, kind)
+
+    for name in OF_KINDS[kind]:
+        case = CASES[name]
+        expected = alone(kind, [row for rows in case.rows for row in rows])
+        tokens = sum(int(batch_of(kind, rows)["attention_mask"].sum()) for rows in case.rows)
+        for results in by_rank:
+            ours, shared, computed = results[name]
+            assert (shared, computed) == (case.shared, tokens - case.shared), name
+            assert_equal({weight: 2 * gradient for weight, gradient in ours.items()}, expected, (kind, name))
