@@ -188,9 +188,9 @@ def _media_numbers(
     numbers, borders = np.zeros_like(tokens), offsets(lengths)
     for kind, token in ((IMAGES, placeholders.image), (VIDEOS, placeholders.video)):
         if kind.values not in sums:
-            described = [name for name in (kind.grid, *kind.others) if batch.get(name) is not None and len(batch[name])]
-            if described:
-                raise _UnknownMediaError(f"the batch has {described[0]} without {kind.values}")
+            for name in (kind.grid, *kind.others):
+                if batch.get(name) is not None and len(batch[name]):
+                    raise _UnknownMediaError(f"the batch has {name} without {kind.values}")
             continue
         if token is None:
             raise _UnknownMediaError(f"the model's config names no token for {kind.values}")

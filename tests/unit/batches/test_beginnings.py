@@ -1,5 +1,4 @@
-"""Hashes of the beginnings of documents that have images: which tokens belong to which image, and what makes two images
-differ."""
+"""Hashes of the beginnings of documents with images: which tokens belong to which image, and which images differ."""
 
 from typing import Any
 
