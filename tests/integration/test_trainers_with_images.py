@@ -178,6 +178,5 @@ def test_trainers_with_images_have_the_losses_of_sdpa(tmp_path: Path) -> None:
             assert norm == pytest.approx(norm_of_sdpa, rel=5e-5, abs=1e-6), name
         for weight, value in expected_weights.items():
             torch.testing.assert_close(weights[weight], value, atol=2e-4, rtol=0, msg=f"{name}: {weight}")
-        print(name, shared, ahead, steps)
         assert shared > 0, name
     assert ours["a collator"][1] == 2 * STEPS - 1
