@@ -3,7 +3,7 @@
     every gather            | documents of each batch | lengths | hashes of their beginnings |    filled up with zeros
     if any begin alike      | all hashes of these documents |
 
-`prefixes` says what is hashed. A document that must not share its prefix has no hashes; a hash of 0 stands for a
+`beginnings` says what is hashed. A document that must not share its prefix has no hashes; a hash of 0 stands for a
 prefix that must not be shared.
 """
 

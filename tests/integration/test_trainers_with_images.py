@@ -170,7 +170,7 @@ def test_trainers_with_images_have_the_losses_of_sdpa(tmp_path: Path) -> None:
     multimodal_model("llava", "sdpa").save_pretrained(tmp_path)
     (usual, ours), _ = run_ranks(WORLD, _train_both, tmp_path / "ranks", tmp_path)
 
-    for name, ((steps, weights, _, shared), ahead) in ours.items():
+    for name, ((steps, weights, _, shared), _) in ours.items():
         (expected, expected_weights, *_), _ = usual[name]
         assert len(steps) == STEPS, name
         for (loss, norm), (loss_of_sdpa, norm_of_sdpa) in zip(steps, expected, strict=True):
