@@ -158,7 +158,7 @@ def alone(kind: str, rows: Sequence[Row]) -> Gradients:
 def assert_equal(ours: Gradients, expected: Gradients, case: object) -> None:
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in expected.items():
-        worst = (ours[name] - gradient).abs().max() / max(gradient.abs().max().item(), 1e-6 * largest)
+        worst = (ours[name] - gradient).abs().max() / max(gradient.abs().max().item(), 1e-4 * largest)
         assert worst <= 1e-12, (case, name, worst)
     of_towers = [gradient for name, gradient in expected.items() if "vision" in name or "visual" in name]
     assert any(gradient.abs().max() > 1e-6 * largest for gradient in of_towers)

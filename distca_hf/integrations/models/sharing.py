@@ -13,7 +13,6 @@ from types import NoneType
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, tokens_of
@@ -38,6 +37,8 @@ RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "mm_token_type_ids", "labels", "shift_labels"}
 # Entries of images whose tokens are known.
 OF_IMAGES = {*VALUES, *OF_ITEMS}
+# Modules that compute means over rows or images.
+OVER_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Types of values that are of all rows.
 SINGLE = (bool, int, float, str, torch.dtype, NoneType)
 # Share of the tokens of a batch that one rank must save: its rows do not move otherwise.
@@ -126,7 +127,7 @@ class Sharing:
         for module in self._modules:
             if (module._forward_hooks or module._forward_pre_hooks) and (written := unknown_hook(module)):
                 return f"a hook of {written} on a {type(module).__name__} may compute something of each row"
-            if is_training and module.training and isinstance(module, _BatchNorm):
+            if is_training and module.training and isinstance(module, OVER_ROWS):
                 return f"a {type(module).__name__} computes from all rows or images of the batch"
             if not is_training or not module.training or not _is_dropout(type(module)):  # type: ignore[arg-type]
                 continue
