@@ -75,10 +75,25 @@ def batch_of(kind: str, rows: Sequence[Row], side: str = "right") -> Batch:
     return batch
 
 
+def pack_of(kind: str, rows: Sequence[Row]) -> Batch:
+    """Returns one row of all rows, with positions of three axes, as a collator for Qwen-VL makes it."""
+    alone, index = [batch_of(kind, [row]) for row in rows], model_of(kind, "sdpa").model.get_rope_index
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+    positions = [index(**{name: one[name] for name in names if name in one})[0] for one in alone]
+    pack = {name: torch.cat([one[name] for one in alone], 1) for name in ("input_ids", "mm_token_type_ids")}
+    offsets = torch.tensor([0, *(one["input_ids"].shape[1] for one in alone)]).cumsum(0).to(torch.int32)
+    _, columns = columns_of(kind, [part for row in rows for part in row if isinstance(part, Image)])
+    return {**pack, **columns, "position_ids": torch.cat(positions, 2), "cu_seq_lens_q": offsets}
+
+
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Returns a sum over all tokens."""
     logits = model(**batch, use_cache=False).logits[:, :-1]
-    mask = batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1]
+    if (offsets := batch.get("cu_seq_lens_q")) is None:
+        mask = batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1]
+    else:
+        mask = torch.ones_like(batch["input_ids"][:, 1:])
+        mask[0, offsets[1:-1].long() - 1] = 0
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="none")
     return (losses * mask.flatten()).sum() / 100
 
@@ -92,7 +107,8 @@ class Case:
     """Rows of ranks; further ranks have those of the last one.
 
     Attributes:
-        shared: tokens that are not computed twice, on one rank with all rows and on two.
+        shared: tokens that are not computed twice.
+        side: of padding; or "pack" for one row of all.
     """
 
     rows: Sequence[Sequence[Row]]
@@ -136,12 +152,21 @@ CASES = {
         144 + 16,
     ),
 }
-# Models have no sizes for images that are wide, or no rows without images.
+PADDED = list(CASES)
+CASES["packs"] = Case(
+    [
+        [*answers(QUESTION, CAT, TAIL), [QUESTION, DOG, TAIL], *answers(DOG, LONG)],
+        [*answers(DOG, LONG, seed=20), [QUESTION, CAT, TAIL]],
+    ],
+    2 * 80 + 16 + 3 * 80,
+    "pack",
+)
+# Only Qwen's have positions of three axes. LLaVA's images have one size.
 OF_KINDS = {
-    "qwen2_5_vl": list(CASES),
-    "qwen3_vl": list(CASES),
-    "mistral3": list(CASES),
-    "internvl": list(CASES),
+    "qwen2_5_vl": [*PADDED, "packs"],
+    "qwen3_vl": [*PADDED, "packs"],
+    "mistral3": PADDED,
+    "internvl": PADDED,
     "llava": ["pairs", "pairs, padded left", "a group on two ranks", "images on some rows", "images on one rank"],
 }
 
@@ -164,6 +189,11 @@ def assert_equal(ours: Gradients, expected: Gradients, case: object) -> None:
     assert any(gradient.abs().max() > 1e-6 * largest for gradient in of_towers)
 
 
+def given(kind: str, rows: Sequence[Row], side: str) -> Batch:
+    """Returns the batch of a rank."""
+    return pack_of(kind, rows) if side == "pack" else batch_of(kind, rows, side)
+
+
 def _train(kind: str) -> dict[str, tuple[Gradients, int, int]]:
     """Returns mean gradients, shared tokens and tokens that layers computed, by case."""
     results, rank = {}, dist.get_rank()
@@ -173,7 +203,7 @@ def _train(kind: str) -> dict[str, tuple[Gradients, int, int]]:
         model = distca_hf.enable(model_of(kind, "distca"), plugin)
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
         with in_double():
-            loss_of(wrapped, batch_of(kind, case.rows[rank], case.side)).backward()
+            loss_of(wrapped, given(kind, case.rows[rank], case.side)).backward()
         facts = watch_of(model).planner.history[-1]
         results[name] = gradients_of(model), facts.shared_tokens, sum(facts.tokens)
         plugin.close()
@@ -194,3 +224,18 @@ def test_gradients_on_ranks_are_those_of_every_row_alone(kind: str, tmp_path: Pa
             ours, shared, computed = results[name]
             assert (shared, computed) == (case.shared, tokens - case.shared), name
             assert_equal({weight: 2 * gradient for weight, gradient in ours.items()}, expected, (kind, name))
+
+
+@pytest.mark.parametrize("name", ["a group on two ranks", "the second image differs", "images on some rows", "packs"])
+def test_one_rank_computes_images_in_shared_prefixes_once(name: str) -> None:
+    case, plugin = CASES[name], distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+    model, rows = distca_hf.enable(model_of("qwen2_5_vl", "distca"), plugin), [row for of in case.rows for row in of]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for _ in range(2):
+        model.zero_grad()
+        with in_double():
+            loss_of(model, given("qwen2_5_vl", rows, case.side)).backward()
+
+    assert [facts.shared_tokens for facts in watch_of(model).planner.history] == [case.shared] * 2
+    assert_equal(gradients_of(model), alone("qwen2_5_vl", rows), name)
+    plugin.close()
