@@ -131,6 +131,14 @@ def test_row_sums_do_not_depend_on_how_images_lie_in_memory() -> None:
     assert len({*sums.tolist()}) == 70
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [drawn(9000, 36), drawn(70, 7).to(torch.bfloat16), drawn(5, 3, 6, 7).double()])
+def test_row_sums_on_a_gpu_are_those_of_the_host(values: torch.Tensor) -> None:
+    of_gpu = row_sums_of({"pixel_values": values.cuda()})["pixel_values"]
+    assert of_gpu.is_cuda
+    assert torch.equal(of_gpu.cpu(), row_sums_of({"pixel_values": values})["pixel_values"])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
