@@ -145,7 +145,8 @@ def _factor(power: int) -> np.int64:
 def row_sums_of(batch: Batch) -> dict[str, torch.Tensor]:
     """Returns a hash of each row of images and videos, int64 `[rows]`, on their device; does not wait."""
     found = {name: batch[name] for name in media_of(batch) if name in VALUES}
-    return {name: _row_sums(values) for name, values in found.items() if isinstance(values, torch.Tensor)}
+    is_known = {name: isinstance(values, torch.Tensor) and values.ndim > 1 for name, values in found.items()}
+    return {name: _row_sums(values) for name, values in found.items() if is_known[name]}
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
@@ -187,37 +188,45 @@ def _media_numbers(
         raise _UnknownMediaError(f"the batch has {unknown[0]}, and it is not known which tokens belong to it")
     numbers, borders = np.zeros_like(tokens), offsets(lengths)
     for kind, token in ((IMAGES, placeholders.image), (VIDEOS, placeholders.video)):
-        if kind.values not in sums:
-            for name in (kind.grid, *kind.others):
-                if batch.get(name) is not None and len(batch[name]):
-                    raise _UnknownMediaError(f"the batch has {name} without {kind.values}")
+        given = [name for name in (kind.values, kind.grid, *kind.others) if batch.get(name) is not None]
+        columns = {name: batch[name] for name in given if not _is_empty(batch[name])}
+        if not columns:
             continue
+        if kind.values not in sums:
+            raise _UnknownMediaError(f"the batch has {next(iter(columns))} without known {kind.values}")
+        if wrong := [
+            name for name, column in columns.items() if not isinstance(column, torch.Tensor) or not column.ndim
+        ]:
+            raise _UnknownMediaError(f"{wrong[0]} is no tensor with a row for each item of {kind.values}")
         if token is None:
             raise _UnknownMediaError(f"the model's config names no token for {kind.values}")
         if int((batch["input_ids"] == token).sum()) != len(places := np.flatnonzero(tokens == token)):
             raise _UnknownMediaError(f"padding has tokens of {kind.values}")
-        item_tokens, hashes = _items(batch, kind, sums[kind.values].numpy(), len(places), placeholders.has_sizes)
+        item_tokens, hashes = _items(columns, kind, sums[kind.values].numpy(), len(places), placeholders.has_sizes)
         first, stop = offsets(item_tokens)[:-1], offsets(item_tokens)[1:]
         documents = [np.searchsorted(borders, places[at], side="right") for at in (first, stop - 1)]
         if (documents[0] != documents[1]).any():
             raise _UnknownMediaError(f"tokens of one item of {kind.values} are in two documents")
         before = np.maximum(places[first] - 1, 0)
-        if batch.get(kind.grid) is not None and (tokens[before[1:]] == token).any():
+        if kind.grid in columns and (tokens[before[1:]] == token).any():
             raise _UnknownMediaError(f"no token stands between two items of {kind.values}")
         numbers[places[first]] += hashes
     return numbers
 
 
-def _items(batch: Batch, kind: Kind, sums: IntArray, num_tokens: int, has_sizes: bool) -> tuple[IntArray, IntArray]:
+def _items(
+    given: Mapping[str, torch.Tensor], kind: Kind, sums: IntArray, num_tokens: int, has_sizes: bool
+) -> tuple[IntArray, IntArray]:
     """Returns tokens and hash of each image or video.
 
     Args:
+        given: entries of this kind.
         num_tokens: of all items.
     """
-    values, described = batch[kind.values], {name: batch.get(name) for name in (kind.grid, *kind.others)}
-    columns = {name: _numbers(value) for name, value in described.items() if value is not None}
+    values = given[kind.values]
+    columns = {name: _numbers(column) for name, column in given.items() if name != kind.values}
     sizes = columns.get("image_sizes")
-    if (grid := columns.get(kind.grid)) is not None and values.ndim == 2:
+    if (grid := columns.get(kind.grid)) is not None and grid.ndim == values.ndim == 2:
         amounts = rows = grid.prod(axis=1)
         patches = int(amounts.sum())
         fits = num_tokens > 0 and patches % num_tokens == 0 and patches == len(values)
@@ -248,7 +257,12 @@ def _items(batch: Batch, kind: Kind, sums: IntArray, num_tokens: int, has_sizes:
     return amounts // per_token, np.add.reduceat(of_rows, offsets(rows)[:-1]) + (description * factors).sum(axis=1)
 
 
-def _numbers(column: Any) -> IntArray:
+def _is_empty(values: Any) -> bool:
+    return values.numel() == 0 if isinstance(values, torch.Tensor) else values in ([], ())
+
+
+def _numbers(column: torch.Tensor) -> IntArray:
     """Returns a column as int64, floating-point numbers by their bits."""
-    values = column.numpy() if isinstance(column, torch.Tensor) else np.asarray(column)
-    return values.astype(np.float64).view(np.int64) if values.dtype.kind == "f" else values.astype(np.int64)
+    is_float = column.is_floating_point()
+    numbers: IntArray = (column.double().view(torch.int64) if is_float else column.to(torch.int64)).numpy()
+    return numbers

@@ -143,7 +143,12 @@ def test_row_sums_on_a_gpu_are_those_of_the_host(values: torch.Tensor) -> None:
     ("change", "said"),
     [
         ({"image_features": drawn(4, 8)}, "the batch has image_features, and it is not known which tokens belong"),
-        ({"pixel_values": None}, "the batch has image_grid_thw without pixel_values"),
+        ({"pixel_values": None}, "the batch has image_grid_thw without known pixel_values"),
+        ({"pixel_values": [drawn(24, 6)] * 2}, "the batch has pixel_values without known pixel_values"),
+        ({"pixel_values": drawn(48)}, "the batch has pixel_values without known pixel_values"),
+        ({"image_grid_thw": [[1, 2, 4]]}, "image_grid_thw is no tensor with a row for each item of pixel_values"),
+        ({"image_grid_thw": torch.tensor(4)}, "image_grid_thw is no tensor with a row for each item of pixel_values"),
+        ({"image_grid_thw": torch.ones(12)}, "the batch has pixel_values of 2 axes, in an unknown form"),
         ({"pixel_values": drawn(46, 6)}, "the batch has 12 tokens for 4 items of pixel_values"),
         ({"pixel_values": drawn(4, 3, 8, 8)}, "the batch has pixel_values of 4 axes, in an unknown form"),
         ({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]] * 2)}, "of one item of pixel_values are in two"),
