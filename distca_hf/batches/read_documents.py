@@ -244,7 +244,7 @@ class Reading:
     """
 
     def __init__(self, reader: DocumentReader, batch: Batch) -> None:
-        needed = _read_of(batch) | {name: batch[name] for name in media_of(batch)}  # all else is left out
+        needed = _read_of(batch) | {name: batch[name] for name in media_of(batch)}  # all else may be large
         self._unread: tuple[DocumentReader, Batch] | None = reader, needed
         self._collated = _tensors_of(batch)
 
@@ -323,7 +323,7 @@ def reading_of(batch: Batch) -> Reading | None:
     if not missing:
         return reading
     read = reading.documents
-    # Without kinds, fewer tokens would be told apart.
+    # Kinds only tell more tokens apart.
     may_lack = {*LABELS, *KINDS_OF_TOKENS}
     is_enough = read is not None and read.lengths is not None and read.checksum is None and missing <= may_lack
     return reading if is_enough else None

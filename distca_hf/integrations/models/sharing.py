@@ -35,8 +35,8 @@ log = get_logger(__name__)
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
 # Columns of tokens that layers compute from, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "mm_token_type_ids", "labels", "shift_labels"}
-# Entries of images whose tokens are known.
-OF_IMAGES = {*VALUES, *OF_ITEMS}
+# Further columns of multimodal models: images, and a number for all rows.
+OF_IMAGES = {*VALUES, *OF_ITEMS, "num_items_in_batch"}
 # Modules that compute means over rows or images.
 OVER_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Types of values that are of all rows.
@@ -74,8 +74,7 @@ class Sharing:
         Args:
             is_noisy: whether embeddings get noise.
         """
-        of_batch = _of_batch(batch, self._is_multimodal)
-        return self._refusal or of_batch or self._of_modules(is_noisy, is_training)
+        return self._refusal or _of_batch(batch, self._is_multimodal) or self._of_modules(is_noisy, is_training)
 
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
@@ -172,8 +171,9 @@ def _of_batch(batch: Batch, is_multimodal: bool) -> str:
     tokens = tokens_of(batch)
     for name, value in batch.items():
         if is_multimodal and name not in KNOWN_COLUMNS:
-            is_one = value.numel() <= 1 if isinstance(value, torch.Tensor) else isinstance(value, SINGLE)
-            if is_one or (isinstance(value, torch.Tensor) and name in OF_IMAGES):
+            is_tensor = isinstance(value, torch.Tensor)
+            is_of_all = value.ndim == 0 or value.numel() == 0 if is_tensor else isinstance(value, SINGLE)
+            if is_of_all or (is_tensor and name in OF_IMAGES):
                 continue
             return f"the batch has {name}, and it is not known to which tokens it belongs"
         is_of_tokens = isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape and value.numel() > 1

@@ -188,6 +188,8 @@ def with_own_features(model: nn.Module) -> nn.Module:
         (with_batch_norm, {}, "a BatchNorm1d computes from all rows or images of the batch"),
         (with_own_features, {}, f"get_image_features of Qwen2_5_VLModel, of {__name__}, may change tokens before"),
         (lambda model: model, {"rows": torch.ones(2)}, "the batch has rows, and it is not known to which tokens"),
+        (lambda model: model, {"num_crops": torch.ones(1)}, "the batch has num_crops, and it is not known to which"),
+        (lambda model: model, {"num_items_in_batch": torch.ones(1), "weight": torch.tensor(1.0), "flag": True}, ""),
         (lambda model: model, {"mm_encoder_outputs": {"image": 1}}, "the batch has mm_encoder_outputs, and it is not"),
         (lambda model: model, {"second_per_grid_ts": [1.0, 1.0]}, "the batch has second_per_grid_ts, and it is not"),
     ],
