@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from test_shared_prefixes import LEAST_TOKENS, in_double, words
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 import distca_hf
@@ -256,6 +258,30 @@ def test_gradients_on_ranks_are_those_of_every_row_alone(kind: str, tmp_path: Pa
             ours, shared, computed = results[name]
             assert (shared, computed) == (case.shared, tokens - case.shared), name
             assert_equal({weight: 2 * gradient for weight, gradient in ours.items()}, expected, (kind, name))
+
+
+def _train_sharded(kind: str, name: str) -> tuple[Gradients, int]:
+    """Returns mean gradients with FSDP, also of towers, and shared tokens."""
+    plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+    model = distca_hf.enable(model_of(kind, "distca"), plugin)
+    for block in (*model.model.visual.blocks, *model.model.language_model.layers, model):
+        fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+    with in_double():
+        loss_of(model, batch_of(kind, CASES[name].rows[dist.get_rank()])).backward()
+    gradients = {weight: gradient.full_tensor() for weight, gradient in gradients_of(model).items()}
+    shared = watch_of(model).planner.history[-1].shared_tokens
+    plugin.close()
+    return gradients, shared
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=classes_of_today)])
+def test_towers_that_are_sharded_have_gradients_on_ranks_that_hold_no_image(kind: str, tmp_path: Path) -> None:
+    """The other rank holds the rows of all images."""
+    name = "a group on two ranks"
+    for ours, shared in run_ranks(2, _train_sharded, tmp_path, kind, name):
+        assert shared == CASES[name].shared
+        expected = alone(kind, [row for rows in CASES[name].rows for row in rows])
+        assert_equal({weight: 2 * gradient for weight, gradient in ours.items()}, expected, (kind, name))
 
 
 @pytest.mark.parametrize("name", ["a group on two ranks", "the second image differs", "images on some rows", "packs"])
