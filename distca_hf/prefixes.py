@@ -63,7 +63,7 @@ def random_factors(count: int, seed: int = SEED) -> IntArray:
     return _drawn(max(0, count - 1).bit_length(), seed)[:count]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _drawn(bits: int, seed: int) -> IntArray:
     return np.random.PCG64(seed).random_raw(2**bits).view(np.int64)
 

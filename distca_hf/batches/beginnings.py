@@ -53,8 +53,8 @@ VALUES = (IMAGES.values, VIDEOS.values)
 ODD_FACTOR, OF_KINDS = 0x4F1BBCDCBFA53E0B, 10
 # Entries of a batch that are read for the hashes of its media.
 OF_ITEMS = (IMAGES.grid, *IMAGES.others, VIDEOS.grid, *VIDEOS.others)
-# Seeds of the factors of hashes: of the numbers in a row, of rows, of what describes an item.
-SEEDS = (46, 47, 48)
+# Seeds of the factors of hashes: of the numbers in a row, of what describes an item, of the rows in the first channel.
+IN_ROW, DESCRIBED, OF_ROWS = 46, 47, 48
 # Rows that are hashed at once: few enough for a processor's cache.
 ROWS = 64
 
@@ -156,9 +156,9 @@ def _row_sums(values: torch.Tensor) -> torch.Tensor:
     whole = next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if borders % word.itemsize == 0)
     words = rows.view(whole)
     if values.device.type != "cpu":
-        factors = torch.from_numpy(random_factors(words.shape[1], SEEDS[0])).to(values.device, non_blocking=True)
+        factors = torch.from_numpy(random_factors(words.shape[1], IN_ROW)).to(values.device, non_blocking=True)
         return torch.cat([_sums(part.to(torch.int64), factors) for part in words.split(64 * ROWS)])
-    of_host, factors_of_host = words.numpy(), random_factors(words.shape[1], SEEDS[0])
+    of_host, factors_of_host = words.numpy(), random_factors(words.shape[1], IN_ROW)
     parts = (of_host[first : first + ROWS].astype(np.int64, copy=False) for first in range(0, len(rows), ROWS))
     return torch.from_numpy(np.concatenate([_sums(part, factors_of_host) for part in parts]))
 
@@ -225,16 +225,16 @@ def _items(
     """
     values = given[kind.values]
     columns = {name: _numbers(column) for name, column in given.items() if name != kind.values}
-    sizes = columns.get("image_sizes")
+    sizes, shape, channels = columns.get("image_sizes"), values.shape[1:], values.shape[1] if values.ndim == 4 else 1
     if (grid := columns.get(kind.grid)) is not None and grid.ndim == values.ndim == 2:
         amounts = rows = grid.prod(axis=1)
         patches = int(amounts.sum())
         fits = num_tokens > 0 and patches % num_tokens == 0 and patches == len(values)
         per_token = patches // num_tokens if fits else 0
     elif kind is IMAGES and values.ndim == 4 and grid is None:
-        rows = np.full(len(values), values.shape[1] * values.shape[2])
+        rows = np.full(len(values), channels * values.shape[2])
         if sizes is not None and has_sizes and sizes.shape == (len(values), 2):
-            amounts = sizes.prod(axis=1)
+            amounts, shape = sizes.prod(axis=1), torch.Size()  # zeros around an image add nothing to its hash
             side = isqrt(int(amounts.sum()) // max(num_tokens, 1))
             per_token = side**2
             fits = side > 0 and per_token * num_tokens == amounts.sum() and not (sizes % side).any()
@@ -248,13 +248,11 @@ def _items(
     wrong = next((name for name, column in columns.items() if len(column) != len(rows)), None)
     if wrong is not None:
         raise _UnknownMediaError(f"{wrong} has {len(columns[wrong])} rows for {len(rows)} items of {kind.values}")
-    of_rows = (sums ^ (sums >> 32)) * np.concatenate([random_factors(count, SEEDS[1]) for count in rows.tolist()])
-    described_by = [rows, *(column.reshape(len(rows), -1) for column in columns.values())]
-    description = np.column_stack(
-        [*described_by, np.full((len(rows), 3), (values.shape[-1], values.ndim, kind is IMAGES))]
-    )
-    factors = random_factors(description.shape[1], SEEDS[2])
-    return amounts // per_token, np.add.reduceat(of_rows, offsets(rows)[:-1]) + (description * factors).sum(axis=1)
+    factors = [random_factors(count // channels, OF_ROWS + at) for count in rows.tolist() for at in range(channels)]
+    of_rows = np.add.reduceat((sums ^ (sums >> 32)) * np.concatenate(factors), offsets(rows)[:-1])
+    described_by = [np.full((len(rows), 5), (kind is IMAGES, len(shape), *shape, *[0] * (3 - len(shape))))]
+    description = np.column_stack([*described_by, *(column.reshape(len(rows), -1) for column in columns.values())])
+    return amounts // per_token, of_rows + (description * random_factors(description.shape[1], DESCRIBED)).sum(axis=1)
 
 
 def _is_empty(values: Any) -> bool:

@@ -36,8 +36,8 @@ class Image:
 
 
 Row = Sequence[torch.Tensor | Image]
-# Sides of a patch, and of the largest image, in pixels.
-SIDE, LARGEST = 16, 128
+# Side of a patch in pixels.
+SIDE = 16
 
 
 def columns_of(kind: str, images: Sequence[Image]) -> tuple[list[int], Batch]:
@@ -65,11 +65,11 @@ def columns_of(kind: str, images: Sequence[Image]) -> tuple[list[int], Batch]:
         grid = torch.tensor([[1, image.height, image.width] for image in images])
         return tokens, {"pixel_values": torch.cat(patches), "image_grid_thw": grid}
     if kind == "mistral3":
-        pixels, sizes = torch.zeros(len(images), 3, LARGEST, LARGEST, dtype=torch.float64), []
-        for image, place, generator in zip(images, pixels, generators, strict=True):
-            sizes.append((SIDE * image.height, SIDE * image.width))
-            place[:, : sizes[-1][0], : sizes[-1][1]] = drawn(3, *sizes[-1], generator=generator)
-        return tokens, {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+        sizes = torch.tensor([(SIDE * image.height, SIDE * image.width) for image in images])
+        pixels = torch.zeros(len(images), 3, *sizes.amax(dim=0).tolist(), dtype=torch.float64)
+        for place, (height, width), generator in zip(pixels, sizes.tolist(), generators, strict=True):
+            place[:, :height, :width] = drawn(3, height, width, generator=generator)
+        return tokens, {"pixel_values": pixels, "image_sizes": sizes}
     # Images, or tiles of them, have four tokens.
     side = {"llava": 64, "internvl": 56}[kind]
     tiles = [drawn(count // 4, 3, side, side, generator=one) for count, one in zip(tokens, generators, strict=True)]

@@ -97,6 +97,15 @@ def test_images_of_equal_numbers_and_other_sizes_differ(make: Any) -> None:
         assert equal_tokens(batch | {"second_per_grid_ts": torch.tensor([0.5, 1.0, 0.5, 0.25])}) == 10
 
 
+def test_images_are_equal_however_much_they_are_padded() -> None:
+    """To the largest image of each rank's batch."""
+    batch = with_sizes()
+    batch["pixel_values"][::2, :, :, 4:] = 0  # the first image of a row
+    one = {name: batch[name][: len(batch[name]) // 2] for name in batch}
+    wider = one | {"pixel_values": torch.nn.functional.pad(one["pixel_values"], (0, 8, 0, 3))}
+    assert np.array_equal(read(one, least=15).hashes, read(wider, least=15).hashes)
+
+
 def black_and_white(*white: tuple[int, int]) -> torch.Tensor:
     """An image of -1.0 with some dots of 1.0."""
     image = torch.full((1, 1, 6, 8), -1.0)
@@ -113,6 +122,7 @@ def black_and_white(*white: tuple[int, int]) -> torch.Tensor:
         (black_and_white((0, 0)), black_and_white((1, 0))),
         (drawn(1, 1, 6, 8), drawn(1, 1, 6, 8).flip(2)),
         (drawn(1, 1, 6, 6), drawn(1, 1, 6, 6).mT),
+        (drawn(1, 3, 6, 8), drawn(1, 3, 6, 8).flip(1)),
         (drawn(1, 1, 6, 8).to(torch.bfloat16), drawn(1, 1, 6, 8).flip(3).to(torch.bfloat16)),
         (drawn(1, 1, 5, 7), drawn(1, 1, 5, 7).flip(2)),  # rows are not of whole words
         (drawn(1, 1, 5, 7).to(torch.uint8), drawn(1, 1, 5, 7).to(torch.uint8) + (torch.arange(7) == 6)),
