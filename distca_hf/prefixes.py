@@ -54,7 +54,7 @@ def hashes_of(tokens: IntArray, document_tokens: IntArray, least_tokens: int) ->
     # Sums of tokens x random factors, modulo 2 ** 64. Different tokens have equal sums with a chance of 2 ** -64, or
     # 2 ** (n - 64) if all differences are multiples of 2 ** n.
     counts, first = num_hashes(document_tokens, least_tokens), offsets(document_tokens)
-    factors = _factors(int(document_tokens.max(initial=1) - 1).bit_length())
+    factors = random_factors(int(document_tokens.max(initial=1)))
     of_tokens = [factors[:length] for length in document_tokens.tolist()]  # quicker than an index
     sums = offsets(tokens * np.concatenate([*of_tokens, factors[:0]]))
     document = np.repeat(np.arange(len(counts)), counts)
@@ -63,9 +63,14 @@ def hashes_of(tokens: IntArray, document_tokens: IntArray, least_tokens: int) ->
     return np.where(hashes == 0, 1, hashes)
 
 
-@lru_cache(maxsize=4)
-def _factors(bits: int) -> IntArray:
-    return np.random.PCG64(SEED).random_raw(2**bits).view(np.int64)
+def random_factors(count: int, seed: int = SEED) -> IntArray:
+    """Returns `[count]` random factors, the same on all ranks."""
+    return _drawn(max(0, count - 1).bit_length(), seed)[:count]
+
+
+@lru_cache(maxsize=32)
+def _drawn(bits: int, seed: int) -> IntArray:
+    return np.random.PCG64(seed).random_raw(2**bits).view(np.int64)
 
 
 Span = tuple[int, int, int]  # document that holds the rows, start, stop

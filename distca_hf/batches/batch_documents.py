@@ -24,6 +24,8 @@ from distca_hf.runtime.local_attention import Documents
 
 # Rows of positions if the first one is for text: three for images follow.
 POSITIONS_WITH_TEXT = 4
+# Arguments that number the kinds of tokens: 0 is text.
+KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 # Names of the argument that holds keys and states of earlier tokens: in Transformers 5.24 and later, and before.
 CACHES = ("cache", "past_key_values", "cache_params")
 # Keywords of a model's forward pass: tensors, and flags or caches of any type.

@@ -3,7 +3,7 @@
     every gather            | documents of each batch | lengths | hashes of their beginnings |    filled up with zeros
     if any begin alike      | all hashes of these documents |
 
-`prefixes` says what is hashed. A document that must not share its prefix has no hashes; a hash of 0 stands for a
+`beginnings` says what is hashed. A document that must not share its prefix has no hashes; a hash of 0 stands for a
 prefix that must not be shared.
 """
 
@@ -123,7 +123,7 @@ def to_share(read: ReadDocuments, shares: bool, has_one_label: bool, least_token
         has_one_label: whether the loss gets one label for each computed token. Then only tokens that predict no label
             to learn may be shared.
     """
-    if read.hashes is None or not shares:
+    if read.hashes is None or not shares or read.unshared:
         return replace(read, hashes=None)
     if not has_one_label:
         return read

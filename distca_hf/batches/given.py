@@ -192,7 +192,7 @@ class GivenPlanner:
         self._step.shares, self._step.returning = not unshared, shown.returning
         shares, has_one_label = not unshared and self._least_tokens > 0, shown.returning is not Returning.STATES
         shown_as = to_share(read, shares, has_one_label, self._least_tokens)
-        self._say_unshared(read, shown_as, unshared)
+        self._say_unshared(read, shown_as, unshared or read.unshared)
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
             of_all = f"0 tokens on {len(shown.num_documents)} ranks"

@@ -17,18 +17,18 @@ on a row of padding, to take part in everything that other ranks do.
 """
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from distca_hf.arrays import IntArray, offsets, ranges
+from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import (
+    KINDS_OF_TOKENS,
     POSITIONS_WITH_TEXT,
     Batch,
     check_mask_numbers,
@@ -39,26 +39,24 @@ from distca_hf.batches.batch_documents import (
     ids_checked,
     media_of,
     padded_rows,
-    shifted_labels,
     tokens_of,
 )
+from distca_hf.batches.beginnings import NO_BEGINNINGS, OF_ITEMS, Placeholders, beginnings_of, row_sums_of
 from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
-from distca_hf.prefixes import hashes_of
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
 
-# Factor of positions in the number of a token: odd, so that no bit of a position is lost.
-POSITION_FACTOR = 0x4F1BBCDCBFA53E0B
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
 LABELS = ("labels", "shift_labels")
 # Entries of a batch that are read.
-READ = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *LABELS)
+OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids", *LABELS)
+READ = (*OF_TOKENS, "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *OF_ITEMS)
 
 
 @dataclass
@@ -171,9 +169,7 @@ class ReadDocuments:
         padded: places of the tokens in padded rows, on the host, if the rows become a pack; otherwise None.
         learns_nothing: whether the batch has labels, and all of them are ignored.
         checksum: checksum of tokens, labels and lengths; None if not requested.
-        hashes: of the beginnings of documents (`prefixes.hashes_of`); None if these cannot be shared.
-        unlearnt: `[documents]` number of tokens at the beginning of each document that predict no label to learn; None
-            without labels.
+        hashes, unlearnt, unshared: see `Beginnings`.
     """
 
     lengths: IntArray | None
@@ -182,6 +178,7 @@ class ReadDocuments:
     checksum: int | None
     hashes: IntArray | None = None
     unlearnt: IntArray | None = None
+    unshared: str = ""
 
     @property
     def known_lengths(self) -> IntArray:
@@ -202,6 +199,7 @@ class DocumentReader:
         with_checksum: whether several ranks hold the same batch, and compare checksums of it.
         window_tokens: shortest window of the model's layers; None if they have none.
         shared_tokens: shortest prefix that documents share; 0: none is shared.
+        placeholders: tokens that features of images replace.
     """
 
     lengths_of: Callable[[Batch], IntArray | None] = document_lengths
@@ -211,6 +209,7 @@ class DocumentReader:
     with_checksum: bool = False
     window_tokens: int | None = None
     shared_tokens: int = 0
+    placeholders: Placeholders = Placeholders()  # noqa: RUF009 (immutable)
 
     def read(self, batch: Batch) -> ReadDocuments:
         """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
@@ -218,44 +217,24 @@ class DocumentReader:
         Raises:
             PackingError: as for `padded_rows_of`, `document_lengths` and `ids_checked`.
         """
-        host = _on_host(numbered_rows(batch, self.window_tokens))
+        numbered = numbered_rows(batch, self.window_tokens)
+        host, sums = _on_host(numbered, row_sums_of(batch) if self.shared_tokens else {})
         with ids_checked(host, self.vocabulary_tokens, waits=True):
             padded = padded_rows_of(host, self.with_images) if self.packs_rows else None
             tokens = tokens_of(host)
             pack = host if padded is None else {"input_ids": padded.pack(tokens), "cu_seq_lens_q": padded.offsets}
             lengths = self.lengths_of(pack)
-        labels = host.get("labels")
+        labels, beginnings = host.get("labels"), NO_BEGINNINGS
+        if self.shared_tokens and lengths is not None and "input_ids" in host:
+            pack_column = torch.Tensor.flatten if padded is None else padded.pack
+            beginnings = beginnings_of(host, sums, pack_column, lengths, self.shared_tokens, self.placeholders)
         return ReadDocuments(
             lengths,
             padded,
             labels is not None and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all()),
             checksum_of(host, lengths) if self.with_checksum else None,
-            *(None, None) if lengths is None else self._beginnings(host, padded, lengths),
+            *beginnings,
         )
-
-    def _beginnings(
-        self, batch: Batch, padded: PaddedRows | None, lengths: IntArray
-    ) -> tuple[IntArray | None, IntArray | None]:
-        """Returns `hashes` and `unlearnt` of `ReadDocuments`."""
-        tokens, positions = batch.get("input_ids"), batch.get("position_ids")
-        has_one_position = positions is None or positions.ndim == 2
-        if not self.shared_tokens or tokens is None or media_of(batch) or not has_one_position:
-            return None, None
-
-        def numbers_of(column: torch.Tensor) -> IntArray:
-            packed = column.expand(tokens.shape) if padded is None else padded.pack(column.expand(tokens.shape))
-            numbers: IntArray = packed.flatten().to(torch.int64).numpy()
-            return numbers
-
-        numbers, unlearnt = numbers_of(tokens), None
-        if positions is not None:  # those of a document may not begin at 0
-            numbers = numbers + (numbers_of(positions) - ranges(0, lengths)) * POSITION_FACTOR
-        labels = shifted_labels(batch)
-        if labels is not None and labels.shape == tokens.shape:
-            first = offsets(lengths)
-            learnt = np.append(np.flatnonzero(numbers_of(labels) != IGNORED_LABEL), len(numbers))
-            unlearnt = np.minimum(learnt[np.searchsorted(learnt, first[:-1])], first[1:]) - first[:-1]
-        return hashes_of(numbers, lengths, self.shared_tokens), unlearnt
 
 
 class Reading:
@@ -319,7 +298,7 @@ def mark(batch: Batch, reading: Reading) -> None:
     A reading may hold these very tensors, and a storage that kept a tensor on itself alive would never be freed.
     """
     marked = weakref.ref(reading), _tensors_of(batch)
-    for value in _read_of(batch).values():
+    for value in _watched_in(batch).values():
         setattr(value.untyped_storage(), MARK, marked)
 
 
@@ -338,13 +317,15 @@ def reading_of(batch: Batch) -> Reading | None:
     then, now = marked[1], _tensors_of(batch)
     if any(then.get(name) != value for name, value in now.items()):
         return None
-    if any(getattr(value.untyped_storage(), MARK, None) is not marked for value in _read_of(batch).values()):
+    if any(getattr(value.untyped_storage(), MARK, None) is not marked for value in _watched_in(batch).values()):
         return None  # another tensor, in freed memory
     missing = then.keys() - now.keys()
     if not missing:
         return reading
     read = reading.documents
-    is_enough = read is not None and read.lengths is not None and read.checksum is None and missing <= {*LABELS}
+    # Kinds only tell more tokens apart.
+    may_lack = {*LABELS, *KINDS_OF_TOKENS}
+    is_enough = read is not None and read.lengths is not None and read.checksum is None and missing <= may_lack
     return reading if is_enough else None
 
 
@@ -359,16 +340,19 @@ def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
     return crc32(b"".join([*parts, b"" if lengths is None else lengths.tobytes()]))
 
 
-def _on_host(batch: Batch) -> dict[str, Any]:
-    """Copies the entries that are read to the host; media stay where they are."""
+def _on_host(batch: Batch, sums: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Copies the entries that are read to the host, and row sums of media; media stay where they are."""
     given = _read_of(batch)
     if "input_ids" not in given:
         given["inputs_embeds"] = batch["inputs_embeds"][..., :1].detach()
-    on_gpu = next((value for value in given.values() if value.is_cuda), None)
-    host = {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in given.items()}
+    on_gpu = next((value for value in (*given.values(), *sums.values()) if value.is_cuda), None)
+    host, host_sums = (
+        {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in values.items()}
+        for values in (given, sums)
+    )
     if on_gpu is not None:
         torch.cuda.current_stream(on_gpu.device).record_event().synchronize()
-    return host | {name: batch[name] for name in media_of(batch)}
+    return {name: batch[name] for name in media_of(batch)} | host, host_sums
 
 
 def _read_of(batch: Batch) -> dict[str, torch.Tensor]:
@@ -376,9 +360,16 @@ def _read_of(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: value for name in READ if isinstance(value := batch.get(name), torch.Tensor)}
 
 
+def _watched_in(batch: Batch) -> dict[str, torch.Tensor]:
+    """Returns the tensors that are read or hashed, by name."""
+    media = {name: value for name in media_of(batch) if isinstance(value := batch[name], torch.Tensor)}
+    return _read_of(batch) | media
+
+
 def _tensors_of(batch: Batch) -> dict[str, object]:
-    """Returns address, shape, strides and version of the tensors that are read, and whether there are media."""
+    """Returns address, shape, strides and version of the tensors that are read or hashed, and whether there are
+    media."""
     return {"media": bool(media_of(batch))} | {
         name: (value.data_ptr(), value.shape, value.stride(), -1 if value.is_inference() else value._version)
-        for name, value in _read_of(batch).items()
+        for name, value in _watched_in(batch).items()
     }

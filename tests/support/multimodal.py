@@ -8,15 +8,23 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 from distca_hf.analysis.check.tiny_config import tiny_config
 
 
-IMAGE_TOKEN, IMAGE_TOKENS = 100, 4
+IMAGE_TOKEN, VIDEO_TOKEN, IMAGE_TOKENS = 100, 101, 4
 # Patches of an image in rows and columns; two by two of them become a token.
 GRID = (4, 4)
+# Settings of small towers, whose images have few tokens; of Qwen3-VL's, features of a layer join a layer of the text.
+TOWERS: dict[str, dict[str, Any]] = {
+    "internvl": {"image_size": (56, 56)},
+    "llava": {"image_size": 64},
+    "qwen3_vl": {"deepstack_visual_indexes": [0]},
+}
 
 
 def multimodal_model(model_type: str, implementation: str | dict[str, str] = "distca") -> PreTrainedModel:
     """Returns a tiny model in fp32 that trains; its weights are random and equal every time."""
     config = tiny_config(CONFIG_MAPPING[model_type])
-    config.image_token_id = IMAGE_TOKEN
+    config.image_token_id, config.video_token_id = IMAGE_TOKEN, VIDEO_TOKEN
+    for name, value in TOWERS.get(model_type, {}).items():
+        setattr(config.vision_config, name, value)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation=implementation).float()
     with torch.no_grad():

@@ -45,7 +45,7 @@ from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.mlp_tiles import TiledMlp, tiled_mlps
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
-from distca_hf.integrations.models.sharing import Sharing
+from distca_hf.integrations.models.sharing import Sharing, placeholders_of
 from distca_hf.integrations.models.structure import (
     attend_with_distca,
     attention_layers,
@@ -114,8 +114,8 @@ class ForwardWatch:
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         of_batches = tensor_ranks > 1, window, context.shared_prefix_tokens
-        self.reader = DocumentReader(self._mixers.lengths, *of_model, *of_batches)
-        self._sharing = Sharing(root, context, self._mixers, self._borders.is_multimodal)
+        self.reader = DocumentReader(self._mixers.lengths, *of_model, *of_batches, placeholders_of(root))
+        self._sharing = Sharing(root, context, self._mixers)
         self._recomputed = RecomputedLayers(self._check.call_masks)
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks

@@ -1,20 +1,22 @@
 """Sharing: whether documents that begin with the same tokens have the same hidden states there, so that layers may
 compute them once.
 
-They have, unless something is drawn at random for each row, a batch has more than tokens and positions, or functions
-that are not known run on rows.
+They have, unless something is drawn at random for each row, a batch has more than tokens, positions and images, or
+functions that are not known run on rows. Of equal images, towers make equal features.
 """
 
 import inspect
 import re
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from types import NoneType
 
 import torch
 from torch import nn
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.beginnings import OF_ITEMS, VALUES, Placeholders
 from distca_hf.batches.document_gather import begin_alike, saved_share, say_unshared, to_share
 from distca_hf.batches.given import LEARNT
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, reading_of
@@ -23,7 +25,7 @@ from distca_hf.errors import PackingError
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
 from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import KNOWN_HOOKS, unknown_hook
-from distca_hf.integrations.models.structure import backbone_of, transformers_model
+from distca_hf.integrations.models.structure import backbone_of, text_decoder, towers, transformers_model
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.prefixes import LEAST_SAVED
 from distca_hf.telemetry import get_logger
@@ -34,10 +36,17 @@ log = get_logger(__name__)
 # Settings of models that are probabilities of dropping something, or amounts of noise; and those of heads.
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
 # Columns of tokens that layers compute from, or that only a loss reads.
-KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "labels", "shift_labels"}
+KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "mm_token_type_ids", "labels", "shift_labels"}
+# Further columns of multimodal models: images, and a number for all rows.
+OF_IMAGES = {*VALUES, *OF_ITEMS, "num_items_in_batch"}
+# Modules that compute means over rows or images.
+OVER_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# Types of values that are of all rows.
+SINGLE = (bool, int, float, str, torch.dtype, NoneType)
 FEW_SAVED = f"on one rank rows move only to save {LEAST_SAVED:.0%} of a batch's tokens, and this saves "
-# Packages whose forward functions give layers the tokens of the batch.
+# Packages whose forward functions give layers the tokens of the batch, and such functions of a multimodal model.
 KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
+FORWARDS = ("forward", "get_image_features", "get_video_features", "get_placeholder_mask")
 
 
 class Sharing:
@@ -45,18 +54,18 @@ class Sharing:
 
     Args:
         mixers: layers of the model that carry a state.
-        is_multimodal: whether the decoder is part of a model with towers.
 
     Attributes:
         has_paid: whether documents of a batch have shared prefixes on a single rank.
         following: readings of the batches that are known when a step begins.
     """
 
-    def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch, is_multimodal: bool) -> None:
+    def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch) -> None:
         self._root, model = root, transformers_model(root)
-        self._before_layers = dict.fromkeys((model, backbone_of(model), model.get_input_embeddings()))
-        self._mixers = mixers
-        self._config, self._refusal = model.config.get_text_config(), ""
+        self._towers, self._is_multimodal = towers(model), text_decoder(model) is not model
+        before = model, backbone_of(model), text_decoder(model), model.get_input_embeddings(), *self._towers.values()
+        self._before_layers, self._mixers = dict.fromkeys(before), mixers
+        self._configs, self._refusal = (model.config.get_text_config(), model.config), ""
         self.following: Sequence[Reading | None] = ()
         self._least_tokens, self._looks, self.has_paid = config.shared_prefix_tokens, 0, False
         self._passes, self._said = 0, set[str]()
@@ -65,8 +74,6 @@ class Sharing:
             self._refusal = "shared_prefix_tokens is 0"
         elif mixers.need_whole:
             self._refusal = "layers carry a state from token to token that cannot travel"
-        elif is_multimodal:
-            self._refusal = "the model may put features of images among the tokens"
 
     def refusal(self, batch: Batch, is_training: bool, is_noisy: bool) -> str:
         """Returns why documents of a batch must not share prefixes; empty if they may.
@@ -74,7 +81,7 @@ class Sharing:
         Args:
             is_noisy: whether embeddings get noise.
         """
-        return self._refusal or _of_batch(batch) or self._of_modules(is_noisy, is_training)
+        return self._refusal or _of_batch(batch, self._is_multimodal) or self._of_modules(is_noisy, is_training)
 
     def read_ahead(self) -> None:
         """Reads the batches that follow, if their documents may share prefixes."""
@@ -116,7 +123,7 @@ class Sharing:
             except PackingError as error:  # one rank attends to more kinds of batches, and says what is wrong
                 log.debug("documents of this batch share nothing: %s", error)
                 return None
-        if read.lengths is None:
+        if read.lengths is None or read.unshared:
             return None
         shared = to_share(read, True, returning is not Returning.STATES, self._least_tokens)
         if not begin_alike(shared, self._least_tokens):
@@ -146,14 +153,19 @@ class Sharing:
             self._modules = list(self._root.modules())
             self._children = [child for module in self._modules for child in module._modules.values()]
         for part in self._before_layers:
-            runs = inspect.unwrap(vars(part).get("forward", type(part).forward))
-            runs = getattr(runs, "__func__", runs)
-            written = getattr(runs, "__module__", None) or type(runs).__module__
-            if written.partition(".")[0] not in KNOWN_FORWARDS:
-                return f"forward of {type(part).__name__}, of {written}, may change tokens before layers see them"
+            for name in FORWARDS:
+                if (runs := vars(part).get(name, getattr(type(part), name, None))) is None:
+                    continue
+                runs = inspect.unwrap(runs)
+                runs = getattr(runs, "__func__", runs)
+                written = getattr(runs, "__module__", None) or type(runs).__module__
+                if written.partition(".")[0] not in KNOWN_FORWARDS:
+                    return f"{name} of {type(part).__name__}, of {written}, may change tokens before layers see them"
         for module in self._modules:
             if (module._forward_hooks or module._forward_pre_hooks) and (written := unknown_hook(module)):
                 return f"a hook of {written} on a {type(module).__name__} may compute something of each row"
+            if is_training and module.training and isinstance(module, OVER_ROWS):
+                return f"a {type(module).__name__} computes from all rows or images of the batch"
             if not is_training or not module.training or not _is_dropout(type(module)):  # type: ignore[arg-type]
                 continue
             share = max(vars(module).get(name, 0.0) for name in ("p", "drop_prob"))
@@ -164,7 +176,9 @@ class Sharing:
             return ""
         if is_noisy:
             return "embeddings get noise (NEFTune)"
-        for name, value in vars(self._config).items():
+        of_towers = (tower.config for tower in self._towers.values() if tower.training)
+        settings = (item for config in (*self._configs, *of_towers) for item in vars(config).items())
+        for name, value in settings:
             is_random = RANDOM.search(name) and not OF_HEADS.search(name)
             if is_random and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
                 return f"{name}={value:g} in the model's config makes rows random"
@@ -176,10 +190,30 @@ def _is_dropout(of: Hashable) -> bool:
     return "drop" in of.__name__.lower()  # type: ignore[attr-defined]
 
 
-def _of_batch(batch: Batch) -> str:
-    """Returns that a batch has numbers of tokens that layers may compute from; empty if it has none."""
+def placeholders_of(root: nn.Module) -> Placeholders:
+    """Returns the tokens of a model that features of images replace."""
+    config = transformers_model(root).config
+    image, video = (
+        next(
+            (token for end in ("id", "index") if (token := getattr(config, f"{kind}_token_{end}", None)) is not None),
+            None,
+        )
+        for kind in ("image", "video")
+    )
+    vision = getattr(config, "vision_config", None)
+    return Placeholders(image, video, has_sizes=getattr(vision, "model_type", "") == "pixtral")
+
+
+def _of_batch(batch: Batch, is_multimodal: bool) -> str:
+    """Returns that a batch has numbers of tokens or images that layers may compute from; empty if it has none."""
     tokens = tokens_of(batch)
     for name, value in batch.items():
+        if is_multimodal and name not in KNOWN_COLUMNS:
+            is_tensor = isinstance(value, torch.Tensor)
+            is_of_all = value.ndim == 0 or value.numel() == 0 if is_tensor else isinstance(value, SINGLE)
+            if is_of_all or (is_tensor and name in OF_IMAGES):
+                continue
+            return f"the batch has {name}, and it is not known to which tokens it belongs"
         is_of_tokens = isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape and value.numel() > 1
         if is_of_tokens and name not in KNOWN_COLUMNS:
             return f"the batch has {name}, which may differ for equal tokens"

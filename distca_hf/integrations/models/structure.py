@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from distca_hf.batches.batch_documents import Batch
+from distca_hf.batches.batch_documents import KINDS_OF_TOKENS, Batch
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.telemetry import get_logger
 
@@ -35,8 +35,6 @@ log = get_logger(__name__)
 IMPLEMENTATION = "distca"
 # Attention given to towers that were loaded with distca.
 OF_TOWERS = "sdpa"
-# Arguments that number the kinds of tokens: 0 is text.
-KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distca_hf.batches.agreement import Returning
-from distca_hf.batches.document_gather import DocumentGather, begin_alike
+from distca_hf.batches.document_gather import DocumentGather, begin_alike, to_share
 from distca_hf.batches.given import LEARNT, GivenPlanner
 from distca_hf.batches.read_documents import ENTRY, Batch, DocumentReader, Reading, take_reading
 from distca_hf.config import DistCAConfig
@@ -89,7 +89,7 @@ def test_documents_have_equal_hashes_as_far_as_they_are_equal() -> None:
     ],
 )
 def test_documents_begin_alike_if_tokens_and_positions_are_equal(batch: Batch, alike: bool) -> None:
-    assert begin_alike(READER.read(batch), LEAST) == alike
+    assert begin_alike(to_share(READER.read(batch), True, False, LEAST), LEAST) == alike
 
 
 def test_ranks_gather_all_hashes_only_if_documents_begin_alike() -> None:

@@ -35,7 +35,7 @@ from distca_hf.testing import LoopbackTransport, run_ranks
 Batch = dict[str, Any]
 PACK = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-READER = DocumentReader(packs_rows=True, vocabulary_tokens=16)
+READER = DocumentReader(packs_rows=True, with_images=True, vocabulary_tokens=16)
 CPU = torch.device("cpu")
 
 
@@ -113,6 +113,33 @@ def test_a_pass_on_other_tensors_is_read_itself(make: Callable[[], Batch], chang
     reading = take_reading(batch)
     assert reading_of(batch) is reading is not None
     assert reading_of(change(batch)) is None
+
+
+def with_images() -> Batch:
+    return rows() | {"pixel_values": torch.ones(4, 6), "mm_token_type_ids": torch.zeros(2, 4, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_a_pass_on_other_images_is_read_itself(in_worker: bool) -> None:
+    """What ranks know of images is trusted only for these images."""
+    batch = collated(with_images, in_worker)
+    reading = take_reading(batch)
+    without_kinds = {name: value for name, value in batch.items() if name != "mm_token_type_ids"}  # all are text
+
+    assert reading_of(batch) is reading is not None
+    assert reading_of(without_kinds) is reading
+    assert reading_of({name: value for name, value in batch.items() if name != "pixel_values"}) is None
+    assert reading_of(batch | {"pixel_values": batch["pixel_values"] + 1}) is None
+    assert reading_of(batch | {"pixel_values": torch.from_numpy(batch["pixel_values"].numpy())}) is None
+    batch["pixel_values"][3, 5] = 2
+    assert reading_of(batch) is None
+
+
+def test_images_in_memory_that_a_collator_uses_again_are_read_in_their_pass() -> None:
+    buffer = with_images()
+    reading = ReadingCollator(lambda rows: buffer, READER)(None)[ENTRY]
+    buffer["pixel_values"].zero_()
+    assert reading.documents is None
 
 
 def test_labels_that_keep_rows_padded_are_not_optional() -> None:

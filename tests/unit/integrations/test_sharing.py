@@ -15,11 +15,13 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 import distca_hf
 from distca_hf.batches.agreement import Returning
+from distca_hf.batches.batch_documents import Batch
 from distca_hf.batches.given import LEARNT
 from distca_hf.batches.read_documents import ENTRY, DocumentReader, Reading, ReadingCollator, take_reading
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.log_lines import KeptLines
 from support.models import tiny_model
+from support.multimodal import document, multimodal_model
 from support.versions import states_travel
 
 
@@ -276,3 +278,73 @@ def test_one_rank_says_once_why_documents_that_begin_alike_share_nothing(
     if is_refused:
         assert len(reads) == is_read, "reading what is on a device would wait for it"
     plugin.close()
+
+
+def with_dropout_of_a_tower(model: nn.Module) -> nn.Module:
+    model.model.visual.config.attention_dropout = 0.5
+    return model
+
+
+def with_batch_norm(model: nn.Module) -> nn.Module:
+    model.model.visual.norm = nn.BatchNorm1d(4)
+    return model
+
+
+def with_own_features(model: nn.Module) -> nn.Module:
+    def get_image_features(*args: Any, **kwargs: Any) -> Any:
+        return type(model.model).get_image_features(model.model, *args, **kwargs)
+
+    model.model.get_image_features = get_image_features
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "said"),
+    [
+        (lambda model: model, {}, ""),
+        (with_dropout_of_a_tower, {}, "attention_dropout=0.5 in the model's config makes rows random"),
+        (with_batch_norm, {}, "a BatchNorm1d computes from all rows or images of the batch"),
+        (with_own_features, {}, f"get_image_features of Qwen2_5_VLModel, of {__name__}, may change tokens before"),
+        (lambda model: model, {"rows": torch.ones(2)}, "the batch has rows, and it is not known to which tokens"),
+        (lambda model: model, {"num_crops": torch.ones(1)}, "the batch has num_crops, and it is not known to which"),
+        (lambda model: model, {"num_items_in_batch": torch.ones(1), "weight": torch.tensor(1.0), "flag": True}, ""),
+        (lambda model: model, {"mm_encoder_outputs": {"image": 1}}, "the batch has mm_encoder_outputs, and it is not"),
+        (lambda model: model, {"second_per_grid_ts": [1.0, 1.0]}, "the batch has second_per_grid_ts, and it is not"),
+    ],
+)
+def test_images_are_not_shared_if_towers_or_batches_may_tell_them_apart(
+    change: Callable[[nn.Module], nn.Module], given: Batch, said: str
+) -> None:
+    plugin = distca_hf.DistCAPlugin()
+    model = distca_hf.enable(change(multimodal_model("qwen2_5_vl")), plugin, longest_document_tokens=64)
+    batch = document(0, 12, image_at=3) | {"use_cache": False, "labels": torch.ones(1, 12)} | given
+    refusal = watch_of(model)._sharing.refusal
+
+    assert refusal(batch, True, False).startswith(said)
+    assert bool(refusal(batch, True, False)) == bool(said)
+    if given == {} and "of Qwen" not in said:  # it computes the same in evaluation, and if the tower is frozen
+        assert refusal(batch, False, False) == ""
+        model.model.visual.eval()
+        assert refusal(batch, True, False) == ""
+    plugin.close()
+
+
+def test_one_rank_shares_images_that_are_equal() -> None:
+    """A row of the batch has the same text as another one, and the same image, another one, or part of one."""
+    one, other = document(0, 60, image_at=3), document(1, 60, image_at=3)
+    for image, saves in (
+        (one["pixel_values"], True),
+        (other["pixel_values"], False),
+        (one["pixel_values"][:-1], None),
+    ):
+        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=20)
+        model = distca_hf.enable(multimodal_model("qwen2_5_vl"), plugin, longest_document_tokens=64)
+        batch = {name: torch.cat([value, value]) for name, value in one.items()}
+        batch["pixel_values"] = torch.cat([one["pixel_values"], image])
+        if saves is None:
+            with pytest.raises(RuntimeError):  # of Transformers
+                model(**batch)
+        else:
+            model(**batch).logits.sum().backward()
+        assert (watch_of(model).planner is not None) == bool(saves)
+        plugin.close()

@@ -107,8 +107,8 @@ def test_a_batch_with_images_is_evaluated_and_continued_as_with_sdpa() -> None:
 def test_kinds_of_tokens_that_a_model_passes_on_to_its_layers_change_nothing() -> None:
     model, plain = (multimodal_model("llava", name).eval() for name in ("distca", "sdpa"))
     enabled(model)
-    pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
-    input_ids = torch.tensor([[5, 6, *[IMAGE_TOKEN] * (224 // 32) ** 2, 7, 8]])
+    pixels = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    input_ids = torch.tensor([[5, 6, *[IMAGE_TOKEN] * (64 // 32) ** 2, 7, 8]])
     batch = {"input_ids": input_ids, "pixel_values": pixels}
     kinds = (input_ids == IMAGE_TOKEN).long()
 

@@ -1,0 +1,266 @@
+"""Beginnings of documents: hashes by which ranks find out which documents begin alike.
+
+A hash is of everything that layers compute from: tokens, their positions and kinds, and images or videos.
+
+    tokens    a  a  I  I  I  I  b  |  a  I  I  c  I  I        two documents
+    images          ─────0────           ─1──     ─2──        features take the places of I, in the order of the batch
+
+The hash of an image is added to the number of its first token. So documents share a prefix with images only if all
+numbers of these images are equal.
+
+How many tokens an image has follows from forms that are known:
+
+- patches with a grid `[time, height, width]`: tokens are patches divided by one number;
+- images or tiles of one size: all have equally many tokens;
+- images padded to one size, with their own sizes: tokens are areas divided by a square, if sizes are multiples of it.
+
+If a batch has another form, or documents do not end where images do, its documents share nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import isqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distca_hf.arrays import IntArray, offsets, ranges
+from distca_hf.batches.batch_documents import Batch, media_of, shifted_labels
+from distca_hf.data.documents import IGNORED_LABEL
+from distca_hf.prefixes import hashes_of, random_factors
+
+
+class Kind(NamedTuple):
+    """Entries of a batch with media of one kind.
+
+    Attributes:
+        values: floating-point numbers.
+        grid: numbers of patches, `[items, 3]`.
+        others: further entries with a row for each item.
+    """
+
+    values: str
+    grid: str
+    others: tuple[str, ...]
+
+
+IMAGES = Kind("pixel_values", "image_grid_thw", ("image_sizes",))
+VIDEOS = Kind("pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",))
+VALUES = (IMAGES.values, VIDEOS.values)
+# Powers of it are factors of positions and kinds in the number of a token: odd, so that no bit of a position is lost.
+ODD_FACTOR, OF_KINDS = 0x4F1BBCDCBFA53E0B, 10
+# Entries of a batch that are read for the hashes of its media.
+OF_ITEMS = (IMAGES.grid, *IMAGES.others, VIDEOS.grid, *VIDEOS.others)
+# Seeds of the factors of hashes: of the numbers in a row, of what describes an item, of the rows in the first channel.
+IN_ROW, DESCRIBED, OF_ROWS = 46, 47, 48
+# Rows that are hashed at once: few enough for a processor's cache.
+ROWS = 64
+
+
+class _UnknownMediaError(Exception):
+    """It is not known which tokens belong to an image; the message says why."""
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """Tokens whose embeddings are replaced by features.
+
+    Attributes:
+        image, video: the token; None if the model has none.
+        has_sizes: whether the tower cuts images to their own size.
+    """
+
+    image: int | None = None
+    video: int | None = None
+    has_sizes: bool = False
+
+
+class Beginnings(NamedTuple):
+    """What is known of the beginnings of documents.
+
+    Attributes:
+        hashes: of all documents (`prefixes.hashes_of`); None if they cannot be shared.
+        unlearnt: `[documents]` number of tokens at the beginning of each document that predict no label to learn; None
+            without labels.
+        unshared: why documents must not share prefixes, because of their images; empty if they may.
+    """
+
+    hashes: IntArray | None = None
+    unlearnt: IntArray | None = None
+    unshared: str = ""
+
+
+NO_BEGINNINGS = Beginnings()
+
+
+def beginnings_of(
+    batch: Batch,
+    sums: Mapping[str, torch.Tensor],
+    pack: Callable[[torch.Tensor], torch.Tensor],
+    lengths: IntArray,
+    least_tokens: int,
+    placeholders: Placeholders,
+) -> Beginnings:
+    """Returns the beginnings of the documents of a batch with `input_ids`.
+
+    Args:
+        batch: on the host, but for values of images.
+        sums: of `row_sums_of`, on the host.
+        pack: picks the values of tokens from a column `[B, L]`.
+        lengths: `[documents]` tokens of each document.
+        least_tokens: shortest prefix that documents share.
+    """
+    tokens, positions, kinds = (batch.get(name) for name in ("input_ids", "position_ids", "mm_token_type_ids"))
+    assert isinstance(tokens, torch.Tensor)
+
+    def numbers_of(column: torch.Tensor) -> IntArray:
+        numbers: IntArray = pack(column.expand(tokens.shape)).flatten().to(torch.int64).numpy()
+        return numbers
+
+    ids, unlearnt, unshared = numbers_of(tokens), None, ""
+    numbers = ids if kinds is None else ids + numbers_of(kinds) * _factor(OF_KINDS)
+    axes = () if positions is None else positions[None] if positions.ndim == 2 else positions
+    for axis, of_axis in enumerate(axes):  # those of a document may not begin at 0
+        numbers = numbers + (numbers_of(of_axis) - ranges(0, lengths)) * _factor(axis + 1)
+    if media_of(batch):
+        try:
+            numbers = numbers + _media_numbers(batch, sums, ids, lengths, placeholders)
+        except _UnknownMediaError as error:
+            unshared = str(error)
+    labels = shifted_labels(batch)
+    if labels is not None and labels.shape == tokens.shape:
+        first = offsets(lengths)
+        learnt = np.append(np.flatnonzero(numbers_of(labels) != IGNORED_LABEL), len(numbers))
+        unlearnt = np.minimum(learnt[np.searchsorted(learnt, first[:-1])], first[1:]) - first[:-1]
+    return Beginnings(hashes_of(numbers, lengths, least_tokens), unlearnt, unshared)
+
+
+@cache
+def _factor(power: int) -> np.int64:
+    return np.uint64(pow(ODD_FACTOR, power, 2**64)).astype(np.int64)
+
+
+def row_sums_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """Returns a hash of each row of images and videos, int64 `[rows]`, on their device; does not wait."""
+    found = {name: batch[name] for name in media_of(batch) if name in VALUES}
+    is_known = {name: isinstance(values, torch.Tensor) and values.ndim > 1 for name, values in found.items()}
+    return {name: _row_sums(values) for name, values in found.items() if is_known[name]}
+
+
+def _row_sums(values: torch.Tensor) -> torch.Tensor:
+    rows = values.detach().contiguous().flatten(0, -2)
+    width = rows.shape[1] * rows.element_size()
+    borders = width | (int(rows.storage_offset()) * rows.element_size())
+    whole = next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if borders % word.itemsize == 0)
+    words = rows.view(whole)
+    if values.device.type != "cpu":
+        factors = torch.from_numpy(random_factors(words.shape[1], IN_ROW)).to(values.device, non_blocking=True)
+        return torch.cat([_sums(part.to(torch.int64), factors) for part in words.split(64 * ROWS)])
+    of_host, factors_of_host = words.numpy(), random_factors(words.shape[1], IN_ROW)
+    parts = (of_host[first : first + ROWS].astype(np.int64, copy=False) for first in range(0, len(rows), ROWS))
+    return torch.from_numpy(np.concatenate([_sums(part, factors_of_host) for part in parts]))
+
+
+def _sums(words: Any, factors: Any) -> Any:
+    """Returns sums of rows x random factors, modulo 2 ** 64, of numpy or torch."""
+    # Numbers may differ only in their highest bits, as 1.0 and -1.0 do. Products would leave nothing else to differ.
+    folded = words ^ (words >> 32)
+    folded ^= folded >> 23
+    folded *= factors
+    return folded.sum(1)
+
+
+def _media_numbers(
+    batch: Batch, sums: Mapping[str, torch.Tensor], tokens: IntArray, lengths: IntArray, placeholders: Placeholders
+) -> IntArray:
+    """Returns `[tokens]` numbers: the hash of an image or video at its first token, 0 at all other tokens.
+
+    Args:
+        tokens: `[tokens]` of all documents, without padding.
+
+    Raises:
+        _UnknownMediaError: it is not known which tokens belong to an image.
+    """
+    unknown = [name for name in media_of(batch) if name not in (*VALUES, *OF_ITEMS)]
+    if unknown:
+        raise _UnknownMediaError(f"the batch has {unknown[0]}, and it is not known which tokens belong to it")
+    numbers, borders = np.zeros_like(tokens), offsets(lengths)
+    for kind, token in ((IMAGES, placeholders.image), (VIDEOS, placeholders.video)):
+        given = [name for name in (kind.values, kind.grid, *kind.others) if batch.get(name) is not None]
+        columns = {name: batch[name] for name in given if not _is_empty(batch[name])}
+        if not columns:
+            continue
+        if kind.values not in sums:
+            raise _UnknownMediaError(f"the batch has {next(iter(columns))} without known {kind.values}")
+        if wrong := [
+            name for name, column in columns.items() if not isinstance(column, torch.Tensor) or not column.ndim
+        ]:
+            raise _UnknownMediaError(f"{wrong[0]} is no tensor with a row for each item of {kind.values}")
+        if token is None:
+            raise _UnknownMediaError(f"the model's config names no token for {kind.values}")
+        if int((batch["input_ids"] == token).sum()) != len(places := np.flatnonzero(tokens == token)):
+            raise _UnknownMediaError(f"padding has tokens of {kind.values}")
+        item_tokens, hashes = _items(columns, kind, sums[kind.values].numpy(), len(places), placeholders.has_sizes)
+        first, stop = offsets(item_tokens)[:-1], offsets(item_tokens)[1:]
+        documents = [np.searchsorted(borders, places[at], side="right") for at in (first, stop - 1)]
+        if (documents[0] != documents[1]).any():
+            raise _UnknownMediaError(f"tokens of one item of {kind.values} are in two documents")
+        before = np.maximum(places[first] - 1, 0)
+        if kind.grid in columns and (tokens[before[1:]] == token).any():
+            raise _UnknownMediaError(f"no token stands between two items of {kind.values}")
+        numbers[places[first]] += hashes
+    return numbers
+
+
+def _items(
+    given: Mapping[str, torch.Tensor], kind: Kind, sums: IntArray, num_tokens: int, has_sizes: bool
+) -> tuple[IntArray, IntArray]:
+    """Returns tokens and hash of each image or video.
+
+    Args:
+        given: entries of this kind.
+        num_tokens: of all items.
+    """
+    values = given[kind.values]
+    columns = {name: _numbers(column) for name, column in given.items() if name != kind.values}
+    sizes, shape, channels = columns.get("image_sizes"), values.shape[1:], values.shape[1] if values.ndim == 4 else 1
+    if (grid := columns.get(kind.grid)) is not None and grid.ndim == values.ndim == 2:
+        amounts = rows = grid.prod(axis=1)
+        patches = int(amounts.sum())
+        fits = num_tokens > 0 and patches % num_tokens == 0 and patches == len(values)
+        per_token = patches // num_tokens if fits else 0
+    elif kind is IMAGES and values.ndim == 4 and grid is None:
+        rows = np.full(len(values), channels * values.shape[2])
+        if sizes is not None and has_sizes and sizes.shape == (len(values), 2):
+            amounts, shape = sizes.prod(axis=1), torch.Size()  # zeros around an image add nothing to its hash
+            side = isqrt(int(amounts.sum()) // max(num_tokens, 1))
+            per_token = side**2
+            fits = side > 0 and per_token * num_tokens == amounts.sum() and not (sizes % side).any()
+        else:
+            amounts, per_token = np.full(len(values), num_tokens), len(values)
+            fits = sizes is None or (sizes == sizes[:1]).all()
+    else:
+        raise _UnknownMediaError(f"the batch has {kind.values} of {values.ndim} axes, in an unknown form")
+    if not fits or (amounts % per_token).any() or not amounts.all():
+        raise _UnknownMediaError(f"the batch has {num_tokens} tokens for {len(rows)} items of {kind.values}")
+    wrong = next((name for name, column in columns.items() if len(column) != len(rows)), None)
+    if wrong is not None:
+        raise _UnknownMediaError(f"{wrong} has {len(columns[wrong])} rows for {len(rows)} items of {kind.values}")
+    factors = [random_factors(count // channels, OF_ROWS + at) for count in rows.tolist() for at in range(channels)]
+    of_rows = np.add.reduceat((sums ^ (sums >> 32)) * np.concatenate(factors), offsets(rows)[:-1])
+    described_by = [np.full((len(rows), 5), (kind is IMAGES, len(shape), *shape, *[0] * (3 - len(shape))))]
+    description = np.column_stack([*described_by, *(column.reshape(len(rows), -1) for column in columns.values())])
+    return amounts // per_token, of_rows + (description * random_factors(description.shape[1], DESCRIBED)).sum(axis=1)
+
+
+def _is_empty(values: Any) -> bool:
+    return values.numel() == 0 if isinstance(values, torch.Tensor) else values in ([], ())
+
+
+def _numbers(column: torch.Tensor) -> IntArray:
+    """Returns a column as int64, floating-point numbers by their bits."""
+    is_float = column.is_floating_point()
+    numbers: IntArray = (column.double().view(torch.int64) if is_float else column.to(torch.int64)).numpy()
+    return numbers
