@@ -2,13 +2,11 @@
 gradients are those of every row by itself."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from support.given_batches import (
     Gradients,
     Loss,
     gradients_of,
+    in_double,
     of_all_hidden_states,
     of_logits,
     own_loss,
@@ -34,23 +33,6 @@ from support.ranks import run_ranks
 
 LEAST_TOKENS = 16
 Documents = Sequence[torch.Tensor]
-
-
-@contextmanager
-def in_double() -> Iterator[None]:
-    """Computes in float64 what models compute in float32: losses and norms. Sums of gradients before them, as of
-    shared rows, would be rounded otherwise than sums after them."""
-    usual = torch.Tensor.to
-
-    def to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return usual(x, *args, **kwargs) if x.dtype != torch.float64 or torch.float32 not in args else x
-
-    def softmax(x: torch.Tensor, dim: int = -1, **_: Any) -> torch.Tensor:
-        return torch.softmax(x, dim)
-
-    of_tensors, of_routers = {"float": torch.Tensor.double, "to": to}, {"softmax": softmax}
-    with patch.multiple(torch.Tensor, **of_tensors), patch.multiple(nn.functional, **of_routers):
-        yield
 
 
 def words(tokens: int, seed: int) -> torch.Tensor:
