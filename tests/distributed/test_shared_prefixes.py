@@ -2,6 +2,7 @@
 gradients are those of every row by itself."""
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -113,9 +114,45 @@ TREE = [
     *continuing(torch.cat([TURN, words(60, 5)]), 8, 9),
     PROMPT,
 ]
+LABELS = torch.where(torch.arange(2 * len(PAIR[0])).view(2, -1) % 3 > 0, words(2 * len(PAIR[0]), 10).view(2, -1), -100)
 # 128 + 16 of 150 tokens are multiples of blocks.
 PREFIX = 144
-AT_OTHER_POSITIONS = padded(PAIR) | {"position_ids": torch.stack([torch.arange(183), torch.arange(183)])}
+
+
+def changed(document: torch.Tensor, at: int) -> torch.Tensor:
+    return torch.cat([document[:at], (document[at : at + 1] + 1) % VOCABULARY, document[at + 1 :]])
+
+
+def at_positions(*first: int) -> Batch:
+    """Rows of equal tokens after so much padding, which positions count."""
+    batch = padded([torch.cat([words(begin, 11), TURN]) for begin in first])
+    for row, begin in enumerate(first):
+        batch["attention_mask"][row, :begin], batch["labels"][row, : begin + 1] = 0, -100
+    return batch | {"position_ids": torch.arange(batch["input_ids"].shape[1]).expand(len(first), -1)}
+
+
+def masked(*tokens: slice) -> Batch:
+    """Rows of equal tokens; these of them are masked out."""
+    batch = padded([TURN] * len(tokens))
+    for row, at in enumerate(tokens):
+        batch["attention_mask"][row, at], batch["labels"][row, at] = 0, -100
+        batch["labels"][row, batch["attention_mask"][row].argmax()] = -100
+    return batch
+
+
+def random_tree(seed: int) -> list[Batch]:
+    """Rows of four ranks, most of which branch off from another one, up to three times."""
+    rng = random.Random(seed)
+    rows, depth = [words(rng.randint(60, 200), 1000 * seed)], {0: 0}
+    while len(rows) < 10:
+        parent = rng.choice([row for row, level in depth.items() if level < 3])
+        begin = rows[parent][: rng.randint(20, len(rows[parent]))] if rng.random() < 0.9 else rows[0][:0]
+        depth[len(rows)] = depth[parent] + 1 if len(begin) else 0
+        rows.append(torch.cat([begin, words(rng.randint(1, 120), 1000 * seed + len(rows))]))
+    rng.shuffle(rows)
+    return [packed(rows[:2]), padded(rows[2:5], learnt_from=rng.randint(1, 50)), padded(rows[5:9]), packed(rows[9:])]
+
+
 CASES = {
     "pairs": Case([padded(PAIR), padded([*continuing(OTHER, 12, 5), words(30, 6)])], PREFIX + 80),
     "pairs, padded left": Case(
@@ -154,6 +191,20 @@ CASES = {
     "a random model": Case(
         [padded(PAIR)], 0, "gpt2", most=2.0, changes={"resid_pdrop": 0.1}, says="transformer.h.0.attn.resid_dropout"
     ),
+    "rows that differ in labels": Case([padded([PAIR[0]] * 2) | {"labels": LABELS}, padded([PAIR[0]])], 2 * PREFIX),
+    "equal tokens at other positions": Case([at_positions(2, 7), at_positions(14, 3), at_positions(9, 11)], 0),
+    "equal tokens at equal positions": Case([at_positions(7, 7), at_positions(7, 7)], 3 * 208),
+    "equal tokens with other masks": Case([masked(slice(0), slice(100, None)), masked(slice(30, None))], 80 + 16),
+    "equal tokens that begin later": Case(
+        [masked(slice(5), slice(9)), masked(slice(7)), masked(slice(8))], 0, most=1e-6
+    ),
+    "prompts that differ at their ends": Case(
+        [padded([PAIR[0], changed(PAIR[1], 149)]), padded([changed(PAIR[0], 143), changed(PAIR[1], 15)])], PREFIX + 80
+    ),
+    **{
+        f"random tree {seed}": Case(random_tree(seed), 16, kind)
+        for seed, kind in enumerate(("llama", "gemma3", "gpt_oss", "llama4", "gpt_oss", "gemma3"))
+    },
     "states": Case([packed(PAIR)], 0, "qwen3_5", most=1e-5, says="layers carry a state"),
 }
 
@@ -228,11 +279,12 @@ def test_one_rank_moves_no_rows_for_less_than_a_tenth_of_its_tokens() -> None:
     plugin.close()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
-    by_rank = run_ranks(world, _train, tmp_path, list(CASES))
+    cases = {name: case for name, case in CASES.items() if world < 4 or "tree" in name}
+    by_rank = run_ranks(world, _train, tmp_path, list(cases))
 
-    for name, case in CASES.items():
+    for name, case in cases.items():
         losses, expected = zip(*(alone(case, rank) for rank in range(world)), strict=True)
         tokens = sum(int(case.batch(rank).get("attention_mask", torch.ones(1)).sum()) for rank in range(world))
         for rank, results in enumerate(by_rank):
