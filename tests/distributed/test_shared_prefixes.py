@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 import distca_hf
@@ -34,6 +36,17 @@ from support.ranks import run_ranks
 
 LEAST_TOKENS = 16
 Documents = Sequence[torch.Tensor]
+
+
+def compiled(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def sharded(model: PreTrainedModel) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def words(tokens: int, seed: int) -> torch.Tensor:
@@ -81,6 +94,7 @@ class Case:
     loss: Loss = own_loss
     most: float = 1e-12
     prepare: Callable[[PreTrainedModel], object] = lambda model: None
+    wrap: Callable[[PreTrainedModel], nn.Module] = nn.parallel.DistributedDataParallel
     changes: dict[str, Any] = field(default_factory=dict)
     says: str = ""
 
@@ -180,6 +194,8 @@ CASES = {
     "a table of positions": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, "gpt2"),
     "checkpointed": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, prepare=checkpointed(reentrant=False)),
     "reentrant": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, prepare=checkpointed(reentrant=True)),
+    "compiled": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, prepare=compiled),
+    "sharded": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, loss=of_logits, wrap=sharded),
     "embeddings of the caller": Case([padded(PAIR), padded(GROUP)], 0, loss=with_embeddings),
     "prompts too short": Case([padded(continuing(PROMPT[:15], 40, 5, seed=seed)) for seed in (100, 200, 300)], 0),
     "other kinds of tokens": Case(
@@ -232,13 +248,18 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, 
         plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
         model = distca_hf.enable(case.model("distca"), plugin)
         case.prepare(model)
-        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped = case.wrap(model)
         with in_double():
             loss = case.loss(wrapped, case.batch(dist.get_rank()))
             loss.backward()
         logging.getLogger("distca_hf").removeHandler(handler)
         facts = watch_of(model).planner.history[-1]
-        results[name] = loss.item(), gradients_of(model), facts.shared_tokens, sum(facts.tokens), lines
+        gradients = {
+            weight: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            for weight, gradient in gradients_of(model).items()
+        }
+        assert (case.wrap is sharded) == any(isinstance(weight, DTensor) for weight in model.parameters())
+        results[name] = loss.item(), gradients, facts.shared_tokens, sum(facts.tokens), lines
         plugin.close()
     return results
 
