@@ -98,11 +98,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turn-tokens", type=count, default=512, help="mean of an agent's turn, or of an answer")
     parser.add_argument("--tool-tokens", type=count, default=512, help="mean of a tool's output")
     parser.add_argument("--turns", type=count, default=12, help="of every trajectory")
-    parser.add_argument("--tasks", type=count, default=64, help="different tasks, and steps of other workloads")
+    parser.add_argument("--tasks", type=count, default=64, help="different steps")
     parser.add_argument("--branches", type=count, default=8, help="trajectories of a task")
     parser.add_argument("--generations", type=count, default=8, help="answers to a prompt of grpo")
     parser.add_argument("--rows", type=count, default=8, help="documents of a rank and micro-batch, not of trees")
-    parser.add_argument("--micro-batches", type=count, default=1, help="of a step of grpo, steps_per_generation")
+    parser.add_argument("--micro-batches", type=count, default=1, help="of a step of trees, or of grpo (steps_per_generation)")
     parser.add_argument("--seed", type=whole, default=0, help="of lengths, branches and tokens")
     options = parse_shared(parser, MODES)
     options.workloads = options.workloads.split(",")
@@ -137,6 +137,10 @@ class Drawn:
 
 
 def _trees(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
+    return [_tree(drawn, num_ranks) for _ in range(drawn.options.micro_batches)]
+
+
+def _tree(drawn: Drawn, num_ranks: int) -> MicroBatch:
     options, prompt = drawn.options, drawn.tokens(drawn.options.prompt_tokens)
     trajectories: list[list[tuple[IntArray, IntArray]]] = []
     for _ in range(options.branches):
@@ -150,7 +154,7 @@ def _trees(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
         parts = [prompt, *(part for turn in turns for part in turn)]
         documents.append((np.concatenate(parts), np.cumsum([len(part) for part in parts])[:-1].tolist()))
     borders = [len(documents) * rank // num_ranks for rank in range(num_ranks + 1)]
-    return [[documents[borders[rank] : borders[rank + 1]] for rank in range(num_ranks)]]
+    return [documents[borders[rank] : borders[rank + 1]] for rank in range(num_ranks)]
 
 
 def _grpo(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:

@@ -6,6 +6,7 @@ For any other training batch, ranks agree here. Its plan is made ahead, or when 
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class ForwardWatch:
         self.flops, self.report = step_flops(root), RunReport(context)
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
-        self._is_running, self._passes_with_gradients = False, 0
+        self._is_running, self._logged_cache, self._passes_with_gradients = False, False, 0
         self._read: ReadDocuments | None = None
         self._check = ForwardCheck(root, context)
         self.position_limits = self._check.position_limits
@@ -104,7 +105,6 @@ class ForwardWatch:
         parameters, *inside = (inspect.signature(part.forward).parameters for part in parts)
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._accepts_use_cache = "use_cache" in parameters or (passes_on and any("use_cache" in of for of in inside))
-        self._logged_cache = False
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
@@ -178,13 +178,7 @@ class ForwardWatch:
 
     def bookmark_given(self) -> Callable[[], None]:
         """Returns a function that forgets the plans of all given batches since this call, to plan them again."""
-        if self.planner is not None:
-            return self.planner.bookmark()
-
-        def forget() -> None:
-            self.planner = None
-
-        return forget
+        return partial(setattr, self, "planner", None) if self.planner is None else self.planner.bookmark()
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         given = dict(zip(self._names, args, strict=False)) | kwargs
@@ -318,8 +312,9 @@ class ForwardWatch:
         return self.planner
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
-        """Lets ranks plan the batches ahead that are known when a step begins; see `GivenPlanner.begin_step`."""
-        if len(self.context.members.compute_ranks) > 1:
+        """Plans ahead the batches that are known when a step begins; see `GivenPlanner.begin_step`."""
+        self._sharing.following = readings
+        if len(self.context.members.compute_ranks) > 1 or self._sharing.has_paid:
             self._planner_on(device).begin_step(readings, step_batches, device)
 
     def _read_and_open(self, batch: Batch) -> ReadDocuments:
@@ -351,6 +346,7 @@ class ForwardWatch:
                 (layers, attention), flops = self._recomputed.parts(module), self.flops
                 cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
                 self.report.begin(plan, cost, flops)
+        self._sharing.read_ahead()  # the device is busy now
         self._mixers.check_ran()
         return self.loss.end(output if self.loss.is_placed else self._counted.end(output))
 

@@ -7,7 +7,7 @@ that are not known run on rows.
 
 import inspect
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.document_gather import begin_alike, saved_share, to_share
-from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, reading_of
+from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, reading_of
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
@@ -45,13 +45,18 @@ class Sharing:
     Args:
         mixers: layers of the model that carry a state.
         is_multimodal: whether the decoder is part of a model with towers.
+
+    Attributes:
+        has_paid: whether documents of a batch have shared prefixes on a single rank.
+        following: readings of the batches that are known when a step begins.
     """
 
     def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch, is_multimodal: bool) -> None:
         self._root, model = root, transformers_model(root)
         self._before_layers = dict.fromkeys((model, backbone_of(model), model.get_input_embeddings()))
         self._config, self._refusal = model.config.get_text_config(), ""
-        self._least_tokens, self._looks, self._found = config.shared_prefix_tokens, 0, False
+        self.following: Sequence[Reading | None] = ()
+        self._least_tokens, self._looks, self.has_paid = config.shared_prefix_tokens, 0, False
         self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
         if not config.shared_prefix_tokens:
             self._refusal = "shared_prefix_tokens is 0"
@@ -67,6 +72,13 @@ class Sharing:
             is_noisy: whether embeddings get noise.
         """
         return self._refusal or _of_batch(batch) or self._of_modules(is_noisy, is_training)
+
+    def read_ahead(self) -> None:
+        """Reads the batches that follow, if their documents may share prefixes."""
+        following, self.following = self.following, ()
+        for reading in following:
+            if reading is not None and not self._refusal:
+                reading.documents  # noqa: B018 (remembered from here on)
 
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
@@ -86,7 +98,7 @@ class Sharing:
         read = None if reading is None else reading.documents
         if read is None:
             self._looks += 1
-            if not self._found and not is_due(self._looks):
+            if not self.has_paid and not is_due(self._looks):
                 return None
             try:
                 read = reader.read(batch)
@@ -97,7 +109,7 @@ class Sharing:
             return None
         shared = to_share(read, True, returning is not Returning.STATES, self._least_tokens)
         pays = begin_alike(shared, self._least_tokens) and saved_share(shared, self._least_tokens) >= LEAST_SAVED
-        self._found |= pays
+        self.has_paid |= pays
         return read if pays else None
 
     def _of_modules(self, is_noisy: bool, is_training: bool) -> str:

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import distca_hf
+from distca_hf.batches.read_documents import ReadingCollator, take_reading
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.models import tiny_model
 
@@ -157,4 +158,23 @@ def test_nothing_is_shared_if_the_setting_is_0() -> None:
     ids = torch.arange(60)[None].expand(2, -1)
     model(input_ids=ids, labels=ids).loss.backward()
     assert watch_of(model).planner is None
+    plugin.close()
+
+
+def test_one_rank_reads_ahead_and_plans_ahead_once_prefixes_were_shared() -> None:
+    plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=20)
+    model = distca_hf.enable(tiny_model(), plugin).train()
+    watch = watch_of(model)
+    batches: list[dict[str, Any]] = [{"input_ids": torch.arange(60).expand(2, -1) + at} for at in range(3)]
+    collated = [ReadingCollator(lambda batch: {**batch}, watch.reader)(batch) for batch in batches]
+    readings = [take_reading(batch) for batch in collated]
+    planned_ahead = []
+    for at, batch in enumerate(collated):
+        following = readings[at + 1 : at + 2]
+        watch.begin_step(following, 1, torch.device("cpu"))
+        step = watch.planner and watch.planner._step
+        planned_ahead.append(step is not None and readings[at].documents in step._planned)
+        model(**batch).logits.sum().backward()
+        assert all("documents" in vars(reading) for reading in following)
+    assert planned_ahead == [False, False, True]
     plugin.close()
