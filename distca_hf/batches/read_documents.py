@@ -174,6 +174,7 @@ class ReadDocuments:
         hashes: of the beginnings of documents (`prefixes.hashes_of`); None if these cannot be shared.
         unlearnt: `[documents]` number of tokens at the beginning of each document that predict no label to learn; None
             without labels.
+        tokens_sum: `sum_of_tokens` of the batch; None without hashes.
     """
 
     lengths: IntArray | None
@@ -182,6 +183,7 @@ class ReadDocuments:
     checksum: int | None
     hashes: IntArray | None = None
     unlearnt: IntArray | None = None
+    tokens_sum: int | None = None
 
     @property
     def known_lengths(self) -> IntArray:
@@ -230,17 +232,17 @@ class DocumentReader:
             padded,
             labels is not None and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all()),
             checksum_of(host, lengths) if self.with_checksum else None,
-            *(None, None) if lengths is None else self._beginnings(host, padded, lengths),
+            *() if lengths is None else self._beginnings(host, padded, lengths),
         )
 
     def _beginnings(
         self, batch: Batch, padded: PaddedRows | None, lengths: IntArray
-    ) -> tuple[IntArray | None, IntArray | None]:
-        """Returns `hashes` and `unlearnt` of `ReadDocuments`."""
+    ) -> tuple[IntArray | None, IntArray | None, int | None]:
+        """Returns `hashes`, `unlearnt` and `tokens_sum` of `ReadDocuments`."""
         tokens, positions = batch.get("input_ids"), batch.get("position_ids")
         has_one_position = positions is None or positions.ndim == 2
         if not self.shared_tokens or tokens is None or media_of(batch) or not has_one_position:
-            return None, None
+            return None, None, None
 
         def numbers_of(column: torch.Tensor) -> IntArray:
             packed = column.expand(tokens.shape) if padded is None else padded.pack(column.expand(tokens.shape))
@@ -255,7 +257,14 @@ class DocumentReader:
             first = offsets(lengths)
             learnt = np.append(np.flatnonzero(numbers_of(labels) != IGNORED_LABEL), len(numbers))
             unlearnt = np.minimum(learnt[np.searchsorted(learnt, first[:-1])], first[1:]) - first[:-1]
-        return hashes_of(numbers, lengths, self.shared_tokens), unlearnt
+        return hashes_of(numbers, lengths, self.shared_tokens), unlearnt, int(sum_of_tokens(tokens))
+
+
+def sum_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of tokens x factors of their places, modulo 2 ** 64: a scalar int64 on their device. One token
+    that is replaced changes it."""
+    factors = torch.arange(1, tokens.numel() + 1, device=tokens.device) * POSITION_FACTOR
+    return (tokens.flatten() * (factors ^ (factors >> 31))).sum()
 
 
 class Reading:

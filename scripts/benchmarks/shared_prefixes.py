@@ -102,7 +102,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--branches", type=count, default=8, help="trajectories of a task")
     parser.add_argument("--generations", type=count, default=8, help="answers to a prompt of grpo")
     parser.add_argument("--rows", type=count, default=8, help="documents of a rank and micro-batch, not of trees")
-    parser.add_argument("--micro-batches", type=count, default=1, help="of a step of trees, or of grpo (steps_per_generation)")
+    parser.add_argument(
+        "--micro-batches", type=count, default=1, help="of a step of trees, or of grpo (steps_per_generation)"
+    )
     parser.add_argument("--seed", type=whole, default=0, help="of lengths, branches and tokens")
     options = parse_shared(parser, MODES)
     options.workloads = options.workloads.split(",")

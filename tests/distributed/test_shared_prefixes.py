@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 import distca_hf
+from distca_hf.batches.read_documents import Reading, mark
+from distca_hf.errors import DistCAError
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.given_batches import (
     Batch,
@@ -325,3 +327,38 @@ def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> N
             for weight, gradient in mean.items():
                 worst = (ours[weight] - gradient).abs().max() / max(gradient.abs().max(), 1e-6 * largest)
                 assert worst <= case.most, (name, rank, weight, worst)
+
+
+def _train_on_written_tokens(how: str) -> list[str]:
+    """Errors of three passes, before the second of which rank 1 writes to tokens that were read."""
+    plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+    model = distca_hf.enable(Case([], 0).model("distca"), plugin)
+    reader, errors = watch_of(model).reader, []
+    for step in range(3):
+        batch = padded(GROUP)
+        reading = Reading(reader, batch)
+        mark(batch, reading)
+        assert reading.documents is not None
+        if step == 1 and dist.get_rank() == 1:
+            written = batch["input_ids"]
+            written = {"data": written.data, "numpy": torch.from_numpy(written.numpy()), "tensor": written}[how]
+            written[0, 3] += 1
+        try:
+            own_loss(model, batch).backward()
+            errors.append("")
+        except DistCAError as error:
+            errors.append(str(error))
+    plugin.close()
+    return errors
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "tensor"])
+def test_tokens_that_are_written_to_unseen_are_noticed_in_the_next_pass(how: str, tmp_path: Path) -> None:
+    of_ranks = run_ranks(2, _train_on_written_tokens, tmp_path, how)
+    assert [errors[:2] for errors in of_ranks] == 2 * [["", ""]]
+    said = [errors[2] for errors in of_ranks]
+    if how == "tensor":
+        assert said == ["", ""]
+    else:
+        assert "micro-batch 2: the input_ids of micro-batch 1 add up to " in said[1]
+        assert "rank 1" in said[0]
