@@ -311,7 +311,11 @@ def test_one_rank_moves_no_rows_for_less_than_a_tenth_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
-    cases = {name: case for name, case in CASES.items() if world < 4 or "tree" in name}
+    cases = {
+        name: case
+        for name, case in CASES.items()
+        if "tree" in name or world == 2 or (world == 3 and name != "compiled")  # which takes seconds
+    }
     by_rank = run_ranks(world, _train, tmp_path, list(cases))
 
     for name, case in cases.items():
