@@ -41,7 +41,7 @@ from distca_hf.batches.batch_documents import (
     padded_rows,
     tokens_of,
 )
-from distca_hf.batches.beginnings import NO_BEGINNINGS, OF_ITEMS, Placeholders, beginnings_of, row_sums_of
+from distca_hf.batches.beginnings import NO_BEGINNINGS, ODD_FACTOR, OF_ITEMS, Placeholders, beginnings_of, row_sums_of
 from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
@@ -170,6 +170,7 @@ class ReadDocuments:
         learns_nothing: whether the batch has labels, and all of them are ignored.
         checksum: checksum of tokens, labels and lengths; None if not requested.
         hashes, unlearnt, unshared: see `Beginnings`.
+        tokens_sum: `sum_of_tokens` of the batch; None without hashes.
     """
 
     lengths: IntArray | None
@@ -179,6 +180,7 @@ class ReadDocuments:
     hashes: IntArray | None = None
     unlearnt: IntArray | None = None
     unshared: str = ""
+    tokens_sum: int | None = None
 
     @property
     def known_lengths(self) -> IntArray:
@@ -234,7 +236,15 @@ class DocumentReader:
             labels is not None and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all()),
             checksum_of(host, lengths) if self.with_checksum else None,
             *beginnings,
+            None if beginnings.hashes is None else int(sum_of_tokens(tokens)),
         )
+
+
+def sum_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of tokens x factors of their places, modulo 2 ** 64: a scalar int64 on their device. One token
+    that is replaced changes it."""
+    factors = torch.arange(1, tokens.numel() + 1, device=tokens.device) * ODD_FACTOR
+    return (tokens.flatten() * (factors ^ (factors >> 31))).sum()
 
 
 class Reading:

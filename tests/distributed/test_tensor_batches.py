@@ -1,5 +1,5 @@
-"""Batches of every kind on ranks that divide layers or experts: padded rows, packs with images, and a rank that holds
-no token. Losses and gradients are those of sdpa in one process.
+"""Batches of every kind on ranks that divide layers or experts: answers to one prompt, packs with images, and a
+rank that holds no token. Losses and gradients are those of sdpa in one process.
 
 One set of four processes runs all of them.
 """
@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from packaging.version import Version
-from test_padded_batches import padded_batch, preference_loss
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import distca_hf
 from support.data import random_documents
-from support.models import tiny_model
+from support.models import VOCABULARY, tiny_model
 from support.multimodal import document, multimodal_model, pack
 from support.ranks import run_ranks
 
@@ -39,8 +38,28 @@ SIZES = {
 }
 DOCUMENTS = [[document(0, 60, image_at=5), document(1, 40)], [document(2, 9, image_at=2), document(3, 7)]]
 
+PROMPT_TOKENS = 50
 Gradients = dict[str, torch.Tensor]
 Step = tuple[float, Gradients]
+
+
+def answers(data_rank: int) -> dict[str, torch.Tensor]:
+    """Padded answers to one prompt, of which some are on each data rank."""
+    lengths, longest = ((90, 52, 60), (51, 70))[data_rank], 90
+    generator = torch.Generator().manual_seed(data_rank)
+    ids = torch.randint(3, VOCABULARY, (len(lengths), longest), generator=generator)
+    ids[:, :PROMPT_TOKENS] = torch.arange(3, 3 + PROMPT_TOKENS)
+    return {"input_ids": ids, "attention_mask": (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()}
+
+
+def loss_of_answers(model: nn.Module, data_rank: int, alone: bool) -> torch.Tensor:
+    """As GRPO has it: the mean over answers of advantages and log probabilities."""
+    batch = answers(data_rank)
+    logits = model(**batch, use_cache=False).logits[:, :-1]
+    scores = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    is_answer = batch["attention_mask"][:, 1:] * (torch.arange(1, 90) >= PROMPT_TOKENS)
+    advantages = torch.linspace(-1, 1 + data_rank, len(scores))
+    return -(advantages * (scores * is_answer).sum(1) / is_answer.sum(1)).mean()
 
 
 def loss_of_images(model: nn.Module, data_rank: int, alone: bool) -> torch.Tensor:
@@ -75,7 +94,7 @@ def loss_of_experts(model: nn.Module, data_rank: int, alone: bool) -> torch.Tens
 
 
 LOSSES: dict[str, Callable[[Any, int, bool], torch.Tensor]] = {
-    LLAMA: lambda model, data_rank, alone: preference_loss(model, padded_batch(data_rank, "both")),
+    LLAMA: loss_of_answers,
     STATES: loss_of_experts,
     IMAGES: loss_of_images,
     EXPERTS: loss_of_experts,
@@ -91,8 +110,9 @@ def whole_gradients(model: nn.Module) -> Gradients:
     return gradients
 
 
-def on_ranks(folders: dict[str, Path]) -> dict[str, tuple[Step, bool]]:
-    """Mean loss over data ranks and gradients of a step by model, and queries that moved."""
+def on_ranks(folders: dict[str, Path]) -> dict[str, tuple[Step, bool, int]]:
+    """By model, mean loss over data ranks and gradients of a step, whether rows moved, and tokens that were not
+    computed twice."""
     from transformers.distributed import DistributedConfig
 
     from distca_hf.integrations.models.forward_watch import watch_of
@@ -103,18 +123,20 @@ def on_ranks(folders: dict[str, Path]) -> dict[str, tuple[Step, bool]]:
         model = auto.from_pretrained(
             folder, attn_implementation="distca", distributed_config=DistributedConfig(**SIZES[kind])
         ).train()
-        plugin = distca_hf.DistCAPlugin()
+        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=PROMPT_TOKENS)
         distca_hf.enable(model, plugin, longest_document_tokens=64)
         loss = LOSSES[kind](model, plugin.members.grid.data_rank, False)
         loss.backward()
         dist.all_reduce(mean := loss.detach() / dist.get_world_size())
-        seen[kind] = (float(mean), whole_gradients(model)), watch_of(model).planner.latest_moves.crosses
+        planner = watch_of(model).planner
+        shared_tokens = planner.totals.shared_tokens
+        seen[kind] = (float(mean), whole_gradients(model)), planner.latest_moves.crosses, shared_tokens
         plugin.close()
     return seen
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Step, tuple[Step, bool]]]:
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Step, tuple[Step, bool, int]]]:
     """By model, the step in one process, and that on ranks."""
     parent = tmp_path_factory.mktemp("models")
     alone: dict[str, Step] = {}
@@ -129,10 +151,11 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Step, tup
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_steps_are_those_of_one_process(kind: str, steps: dict[str, tuple[Step, tuple[Step, bool]]]) -> None:
-    (expected, of_one), ((loss, gradients), moved) = steps[kind]
+def test_steps_are_those_of_one_process(kind: str, steps: dict[str, tuple[Step, tuple[Step, bool, int]]]) -> None:
+    (expected, of_one), ((loss, gradients), moved, shared_tokens) = steps[kind]
 
     assert moved, "rows moved between data ranks"
+    assert shared_tokens == (4 * PROMPT_TOKENS if kind == LLAMA else 0)
     assert loss == pytest.approx(expected, abs=1e-5)
     assert gradients.keys() >= of_one.keys()
     assert any("visual" in name for name in of_one) == (kind == IMAGES)

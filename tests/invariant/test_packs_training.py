@@ -117,7 +117,7 @@ RUNS = [
     Run("collator", "attach", 2, "zero1", 3, "selective", kv_residency="refetch"),
     Run("collator", "attach", 2, "zero2", 1, "reentrant", kv_residency="refetch"),
     Run("padding free", "callback", 2, "zero3", 1),
-    Run("collator", "attach", 2, "zero3", 1, lora=True),
+    Run("collator", "attach", 2, "zero3", 1, lora=True, prompt_tokens=80),
     Run("collator", "attach", 2, "fsdp1", 1, "non-reentrant"),
     Run("collator", "attach", 2, "fsdp2", 1, "offloaded, tiles", kv_residency="refetch"),
     Run("collator", "attach", 2, "fsdp2", 3, "fsdp", prompt_tokens=80),

@@ -2,9 +2,11 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,23 @@ Loss = Callable[[nn.Module, Batch], torch.Tensor]
 # Numbers of a patch of an image.
 PATCH = {"qwen2_5_vl": 3 * 2 * 14 * 14, "qwen3_vl": 3 * 2 * 16 * 16}
 STEPS = 3
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Computes in float64 what models and losses compute in float32. Sums of gradients before that, as of shared rows,
+    would be rounded otherwise than sums after it."""
+    usual = torch.Tensor.to
+
+    def to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return usual(x, *args, **kwargs) if x.dtype != torch.float64 or torch.float32 not in args else x
+
+    def softmax(x: torch.Tensor, dim: int = -1, **_: Any) -> torch.Tensor:
+        return torch.softmax(x, dim)
+
+    of_tensors, of_routers = {"float": torch.Tensor.double, "to": to}, {"softmax": softmax}
+    with patch.multiple(torch.Tensor, **of_tensors), patch.multiple(nn.functional, **of_routers):
+        yield
 
 
 def ids_of(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """Batches beside attention servers: their plans have more ranks than hold tokens."""
 
+import logging
 import random
 from dataclasses import replace
 from typing import Any
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given import EXTRA_RANKS, GivenPlanner
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prepared
+from distca_hf.batches.read_documents import DocumentReader
 from distca_hf.config import CHUNKS_BETWEEN_NODES, DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import fill_in_order, place
@@ -24,6 +26,7 @@ from distca_hf.servers.served_plans import Servers
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 from support.layouts import packed_layout
+from support.log_lines import KeptLines
 
 
 SERVERS = Servers((1.0, 0.5))
@@ -151,3 +154,26 @@ def test_packs_of_evaluation_use_no_server() -> None:
         assert (live.fingerprint, live.facts) == (same.fingerprint, same.facts)
         assert len(live.facts.work) == 3
     assert ordered == []
+
+
+def test_documents_that_begin_alike_are_not_shared_with_servers_and_the_log_says_so() -> None:
+    ids = torch.arange(80).expand(2, -1)
+    reader = DocumentReader(packs_rows=True, shared_tokens=20)
+
+    def run(transport: LoopbackTransport) -> int:
+        config = DistCAConfig(shared_prefix_tokens=20)
+        planner = GivenPlanner(config, Posting(transport, []), 4, read=reader.read, places_rows=True)
+        for _ in range(2):
+            live = planner.plan({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            assert live is not None
+            assert live.facts.shared_tokens == 0
+        return sum(live.facts.tokens)
+
+    logging.getLogger("distca_hf").addHandler(kept := KeptLines())
+    try:
+        assert run_ranks(2, run) == [320, 320]
+    finally:
+        logging.getLogger("distca_hf").removeHandler(kept)
+    said = [line for line in kept.lines if "begin alike" in line]
+    assert len(said) == 2  # once on each rank
+    assert all(line.endswith(EXTRA_RANKS) for line in said)
