@@ -243,8 +243,8 @@ class SimulationRequest:
         """Why documents that begin alike do not share their prefix; empty if they do."""
         if self.batch_size is None:
             return UNSHARED
-        if self.model.mixer_layers or self.model.whole_documents:
-            return "layers carry a state from token to token"
+        if self.model.whole_documents:
+            return "layers carry a state from token to token that cannot travel"
         return "" if self.planner.config.shared_prefix_tokens else "shared_prefix_tokens is 0"
 
     @property

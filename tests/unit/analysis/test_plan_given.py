@@ -117,7 +117,7 @@ def groups_of(rng: np.random.Generator, number: int, prompt: int = 1088) -> tupl
     return lengths, Groups(names, np.append(prompts, np.zeros(number, dtype=np.int64)))
 
 
-@pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID], ids=["full", "windows", "hybrid"])
+@pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID, WHOLE], ids=["full", "windows", "hybrid", "whole"])
 def test_shared_prefixes_are_those_of_training(model: SimulatedModel) -> None:
     """Prompts of 256 + 64 x n tokens are shared up to their last token if hidden states return, and up to the block
     before it if the loss is placed. Which row holds a prompt depends on tokens, and with it the last permille."""
@@ -142,8 +142,8 @@ def test_shared_prefixes_are_those_of_training(model: SimulatedModel) -> None:
     assert isinstance(said, dict)
     assert said["tokens"] - said["computed_tokens"] == sum(shared)
     assert (said["groups"], said["documents"]) == (6, 24)
-    if model is HYBRID:
-        assert (said["unshared"], sum(shared)) == ("layers carry a state from token to token", 0)
+    if model is WHOLE:
+        assert (said["unshared"], sum(shared)) == ("layers carry a state from token to token that cannot travel", 0)
         assert said["layers_flops"] == said["layers_flops_unshared"]
     else:
         assert sum(shared) > sum(of_loss) > 0
