@@ -1,5 +1,5 @@
-"""What changes between steps that share prefixes: batches, trained parameters, checkpointing, evaluation, dropout of
-a rank. Losses and gradients of every step stay those of every row by itself."""
+"""What changes between steps that share prefixes: batches, trained parameters, checkpointing, evaluation, one rank's
+dropout. Losses and gradients of every step stay those of every row by itself."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -53,10 +53,11 @@ def documents_of(prefixes: ModuleType, workload: str, **changes: int) -> Any:
 def test_documents_are_those_of_trainers(script: Callable[[str], ModuleType]) -> None:
     prefixes = script("shared_prefixes")
 
-    [[first, second]] = documents_of(prefixes, "trees", branches=5)
+    [[first, second], [others, _]] = documents_of(prefixes, "trees", branches=5)
     trajectories = [*first, *second]
     assert [len(first), len(second)] == [2, 3]
     prompt = trajectories[0][0][:300]
+    assert (others[0][0][:300] != prompt).any()  # of another task
     for at, (tokens, borders) in enumerate(trajectories):
         assert (tokens[:300] == prompt).all()
         assert borders[0] == 300
