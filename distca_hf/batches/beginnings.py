@@ -32,12 +32,12 @@ from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.prefixes import hashes_of, random_factors
 
 
-class Kind(NamedTuple):
-    """Entries of a batch with media of one kind.
+class Media(NamedTuple):
+    """Names of a batch's entries with its images, or with its videos.
 
     Attributes:
-        values: floating-point numbers.
-        grid: numbers of patches, `[items, 3]`.
+        values: floating-point pixels.
+        grid: `[items, 3]` numbers of patches over time, height and width.
         others: further entries with a row for each item.
     """
 
@@ -46,10 +46,11 @@ class Kind(NamedTuple):
     others: tuple[str, ...]
 
 
-IMAGES = Kind("pixel_values", "image_grid_thw", ("image_sizes",))
-VIDEOS = Kind("pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",))
+IMAGES = Media("pixel_values", "image_grid_thw", ("image_sizes",))
+VIDEOS = Media("pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",))
 VALUES = (IMAGES.values, VIDEOS.values)
-# Powers of it are factors of positions and kinds in the number of a token: odd, so that no bit of a position is lost.
+# Powers of it are factors in the number of a token: the first ones of its positions, `OF_KINDS` of its kind (text,
+# image or video). It is odd, so that no bit of a position is lost.
 ODD_FACTOR, OF_KINDS = 0x4F1BBCDCBFA53E0B, 10
 # Entries of a batch that are read for the hashes of its media.
 OF_ITEMS = (IMAGES.grid, *IMAGES.others, VIDEOS.grid, *VIDEOS.others)
@@ -106,11 +107,12 @@ def beginnings_of(
     """Returns the beginnings of the documents of a batch with `input_ids`.
 
     Args:
-        batch: on the host, but for values of images.
-        sums: of `row_sums_of`, on the host.
-        pack: picks the values of tokens from a column `[B, L]`.
+        batch: on the host, except values of images and videos.
+        sums: what `row_sums_of` returned, on the host.
+        pack: picks the values of all documents' tokens from a column `[B, L]`.
         lengths: `[documents]` tokens of each document.
         least_tokens: shortest prefix that documents share.
+        placeholders: tokens of the model that features of images and videos replace.
     """
     tokens, positions, kinds = (batch.get(name) for name in ("input_ids", "position_ids", "mm_token_type_ids"))
     assert isinstance(tokens, torch.Tensor)
@@ -122,7 +124,7 @@ def beginnings_of(
     ids, unlearnt, unshared = numbers_of(tokens), None, ""
     numbers = ids if kinds is None else ids + numbers_of(kinds) * _factor(OF_KINDS)
     axes = () if positions is None else positions[None] if positions.ndim == 2 else positions
-    for axis, of_axis in enumerate(axes):  # those of a document may not begin at 0
+    for axis, of_axis in enumerate(axes):  # positions of a document may not begin at 0
         numbers = numbers + (numbers_of(of_axis) - ranges(0, lengths)) * _factor(axis + 1)
     if media_of(batch):
         try:
@@ -145,16 +147,17 @@ def _factor(power: int) -> np.int64:
 def row_sums_of(batch: Batch) -> dict[str, torch.Tensor]:
     """Returns a hash of each row of images and videos, int64 `[rows]`, on their device; does not wait."""
     found = {name: batch[name] for name in media_of(batch) if name in VALUES}
-    is_known = {name: isinstance(values, torch.Tensor) and values.ndim > 1 for name, values in found.items()}
-    return {name: _row_sums(values) for name, values in found.items() if is_known[name]}
+    rows = {name: values for name, values in found.items() if isinstance(values, torch.Tensor) and values.ndim > 1}
+    return {name: _row_sums(values) for name, values in rows.items()}
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
     rows = values.detach().contiguous().flatten(0, -2)
     width = rows.shape[1] * rows.element_size()
+    # The widest integers into which rows divide; they also have to divide the offset of the first row.
     borders = width | (int(rows.storage_offset()) * rows.element_size())
-    whole = next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if borders % word.itemsize == 0)
-    words = rows.view(whole)
+    word = next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if borders % word.itemsize == 0)
+    words = rows.view(word)
     if values.device.type != "cpu":
         factors = torch.from_numpy(random_factors(words.shape[1], IN_ROW)).to(values.device, non_blocking=True)
         return torch.cat([_sums(part.to(torch.int64), factors) for part in words.split(64 * ROWS)])
@@ -164,7 +167,7 @@ def _row_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(words: Any, factors: Any) -> Any:
-    """Returns sums of rows x random factors, modulo 2 ** 64, of numpy or torch."""
+    """Returns the sum of each row of int64 words x random factors, modulo 2 ** 64; arrays or tensors."""
     # Numbers may differ only in their highest bits, as 1.0 and -1.0 do. Products would leave nothing else to differ.
     folded = words ^ (words >> 32)
     folded ^= folded >> 23
@@ -175,7 +178,7 @@ def _sums(words: Any, factors: Any) -> Any:
 def _media_numbers(
     batch: Batch, sums: Mapping[str, torch.Tensor], tokens: IntArray, lengths: IntArray, placeholders: Placeholders
 ) -> IntArray:
-    """Returns `[tokens]` numbers: the hash of an image or video at its first token, 0 at all other tokens.
+    """Returns int64 `[tokens]`: the hash of an image or video at its first token, 0 at all other tokens.
 
     Args:
         tokens: `[tokens]` of all documents, without padding.
@@ -187,51 +190,56 @@ def _media_numbers(
     if unknown:
         raise _UnknownMediaError(f"the batch has {unknown[0]}, and it is not known which tokens belong to it")
     numbers, borders = np.zeros_like(tokens), offsets(lengths)
-    for kind, token in ((IMAGES, placeholders.image), (VIDEOS, placeholders.video)):
-        given = [name for name in (kind.values, kind.grid, *kind.others) if batch.get(name) is not None]
+    for media, token in ((IMAGES, placeholders.image), (VIDEOS, placeholders.video)):
+        given = [name for name in (media.values, media.grid, *media.others) if batch.get(name) is not None]
         columns = {name: batch[name] for name in given if not _is_empty(batch[name])}
         if not columns:
             continue
-        if kind.values not in sums:
-            raise _UnknownMediaError(f"the batch has {next(iter(columns))} without known {kind.values}")
+        if media.values not in sums:
+            raise _UnknownMediaError(f"the batch has {next(iter(columns))} without known {media.values}")
         if wrong := [
             name for name, column in columns.items() if not isinstance(column, torch.Tensor) or not column.ndim
         ]:
-            raise _UnknownMediaError(f"{wrong[0]} is no tensor with a row for each item of {kind.values}")
+            raise _UnknownMediaError(f"{wrong[0]} is not a tensor with a row per item of {media.values}")
         if token is None:
-            raise _UnknownMediaError(f"the model's config names no token for {kind.values}")
+            raise _UnknownMediaError(f"the model's config names no token for {media.values}")
         if int((batch["input_ids"] == token).sum()) != len(places := np.flatnonzero(tokens == token)):
-            raise _UnknownMediaError(f"padding has tokens of {kind.values}")
-        item_tokens, hashes = _items(columns, kind, sums[kind.values].numpy(), len(places), placeholders.has_sizes)
+            raise _UnknownMediaError(f"padding has tokens of {media.values}")
+        item_tokens, hashes = _items(columns, media, sums[media.values].numpy(), len(places), placeholders.has_sizes)
         first, stop = offsets(item_tokens)[:-1], offsets(item_tokens)[1:]
         documents = [np.searchsorted(borders, places[at], side="right") for at in (first, stop - 1)]
         if (documents[0] != documents[1]).any():
-            raise _UnknownMediaError(f"tokens of one item of {kind.values} are in two documents")
+            raise _UnknownMediaError(f"tokens of one item of {media.values} are in two documents")
         before = np.maximum(places[first] - 1, 0)
-        if kind.grid in columns and (tokens[before[1:]] == token).any():
-            raise _UnknownMediaError(f"no token stands between two items of {kind.values}")
+        if media.grid in columns and (tokens[before[1:]] == token).any():
+            raise _UnknownMediaError(f"no token stands between two items of {media.values}")
         numbers[places[first]] += hashes
     return numbers
 
 
 def _items(
-    given: Mapping[str, torch.Tensor], kind: Kind, sums: IntArray, num_tokens: int, has_sizes: bool
+    given: Mapping[str, torch.Tensor], media: Media, sums: IntArray, num_tokens: int, has_sizes: bool
 ) -> tuple[IntArray, IntArray]:
-    """Returns tokens and hash of each image or video.
+    """Returns tokens and hash of each image or video, both int64 `[items]`.
 
     Args:
-        given: entries of this kind.
-        num_tokens: of all items.
+        given: entries of the batch with these media.
+        sums: int64 `[rows]` hashes of rows of values.
+        num_tokens: tokens of all items together.
+        has_sizes: see `Placeholders`.
+
+    Raises:
+        _UnknownMediaError: it is not known which tokens belong to an image.
     """
-    values = given[kind.values]
-    columns = {name: _numbers(column) for name, column in given.items() if name != kind.values}
+    values = given[media.values]
+    columns = {name: _numbers(column) for name, column in given.items() if name != media.values}
     sizes, shape, channels = columns.get("image_sizes"), values.shape[1:], values.shape[1] if values.ndim == 4 else 1
-    if (grid := columns.get(kind.grid)) is not None and grid.ndim == values.ndim == 2:
+    if (grid := columns.get(media.grid)) is not None and grid.ndim == values.ndim == 2:
         amounts = rows = grid.prod(axis=1)
         patches = int(amounts.sum())
         fits = num_tokens > 0 and patches % num_tokens == 0 and patches == len(values)
         per_token = patches // num_tokens if fits else 0
-    elif kind is IMAGES and values.ndim == 4 and grid is None:
+    elif media is IMAGES and values.ndim == 4 and grid is None:
         rows = np.full(len(values), channels * values.shape[2])
         if sizes is not None and has_sizes and sizes.shape == (len(values), 2):
             amounts, shape = sizes.prod(axis=1), torch.Size()  # zeros around an image add nothing to its hash
@@ -242,15 +250,15 @@ def _items(
             amounts, per_token = np.full(len(values), num_tokens), len(values)
             fits = sizes is None or (sizes == sizes[:1]).all()
     else:
-        raise _UnknownMediaError(f"the batch has {kind.values} of {values.ndim} axes, in an unknown form")
+        raise _UnknownMediaError(f"the batch has {media.values} of {values.ndim} axes, in an unknown form")
     if not fits or (amounts % per_token).any() or not amounts.all():
-        raise _UnknownMediaError(f"the batch has {num_tokens} tokens for {len(rows)} items of {kind.values}")
+        raise _UnknownMediaError(f"the batch has {num_tokens} tokens for {len(rows)} items of {media.values}")
     wrong = next((name for name, column in columns.items() if len(column) != len(rows)), None)
     if wrong is not None:
-        raise _UnknownMediaError(f"{wrong} has {len(columns[wrong])} rows for {len(rows)} items of {kind.values}")
+        raise _UnknownMediaError(f"{wrong} has {len(columns[wrong])} rows for {len(rows)} items of {media.values}")
     factors = [random_factors(count // channels, OF_ROWS + at) for count in rows.tolist() for at in range(channels)]
     of_rows = np.add.reduceat((sums ^ (sums >> 32)) * np.concatenate(factors), offsets(rows)[:-1])
-    described_by = [np.full((len(rows), 5), (kind is IMAGES, len(shape), *shape, *[0] * (3 - len(shape))))]
+    described_by = [np.full((len(rows), 5), (media is IMAGES, len(shape), *shape, *[0] * (3 - len(shape))))]
     description = np.column_stack([*described_by, *(column.reshape(len(rows), -1) for column in columns.values())])
     return amounts // per_token, of_rows + (description * random_factors(description.shape[1], DESCRIBED)).sum(axis=1)
 

@@ -139,7 +139,7 @@ def begin_alike(read: ReadDocuments, least_tokens: int) -> bool:
 
 
 def say_unshared(read: ReadDocuments, shown_as: ReadDocuments | None, why: str, least_tokens: int) -> bool:
-    """Logs why documents of a batch that begin alike do not share their prefix; returns whether any do so.
+    """Logs why documents of a batch that begin alike do not share their prefix; returns whether it logged.
 
     Args:
         shown_as: the batch with hashes only of what its documents may share; None if they may share nothing.

@@ -124,8 +124,8 @@ class GivenPlanner:
     def end_pass(self) -> None:
         """Starts to plan the batches whose lengths were gathered in this pass, or that the only rank knows."""
         if self.world_size == 1:
-            alone = {name: [number] for name, number in self._step.show().items()}
-            self._step.seen(alone, self._next_number - 1)
+            of_ranks = {name: [number] for name, number in self._step.show().items()}
+            self._step.seen(of_ranks, self._next_number - 1)
         self._step.start()
         self._count()
 

@@ -241,8 +241,8 @@ class DocumentReader:
 
 
 def sum_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of tokens x factors of their places, modulo 2 ** 64: a scalar int64 on their device. One token
-    that is replaced changes it."""
+    """Returns the sum of tokens x factors of their places, modulo 2 ** 64: a scalar int64 on their device. It changes
+    if one token is replaced."""
     factors = torch.arange(1, tokens.numel() + 1, device=tokens.device) * ODD_FACTOR
     return (tokens.flatten() * (factors ^ (factors >> 31))).sum()
 

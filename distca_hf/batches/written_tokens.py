@@ -27,7 +27,7 @@ class WrittenTokens:
         """Remembers what was read of the batch of the next pass.
 
         Raises:
-            PackingError: the tokens of an earlier batch were others than those that were read.
+            PackingError: the tokens of an earlier pass differ from what was read.
         """
         self._next = None if read.tokens_sum is None else (batch["input_ids"], read.tokens_sum)
         while self._sums and ((arrived := self._sums[0][1]) is None or arrived.query()):
