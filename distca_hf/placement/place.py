@@ -59,7 +59,7 @@ MOST_OFF = 1e-2
 FEW_NODES_OFF = 1.5e-3
 # Deviation of a rank's work within a node, as a fraction of it, up to which long documents are not cut.
 RANKS_OFF = 3e-3
-# Deviation of a node's or rank's work up to which documents with a common prefix stay together.
+# Deviation of a node's or rank's work, as a fraction of it, up to which documents with a common prefix stay together.
 TREES_OFF = 1e-3
 # Number of nodes up to which `FEW_NODES_OFF` applies.
 FEW_NODES = 7
@@ -255,8 +255,8 @@ class _Documents:
         ]
 
     def placed_with_trees(self, shared: SharedPrefixes) -> Layout:
-        """Places documents with a common prefix together. If work is uneven then, and is not if they are placed one by
-        one, returns that layout."""
+        """Places documents with a common prefix together. If work is uneven then, and more even if they are placed one
+        by one, returns that layout."""
 
         def uneven(layout: Layout) -> float:
             held = layout.segment_start, layout.segment_stop, layout.document_tokens[layout.segment_document]

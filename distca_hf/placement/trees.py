@@ -34,7 +34,7 @@ class Trees:
         lengths: `[documents]` tokens, as the caller numbers documents.
         cost: cost of queries of these documents.
         documents: `[documents]` the caller's number of each document, tree after tree.
-        first_own: `[documents]` first token that each of these holds.
+        first_own: `[documents]` first token that each of these documents holds.
         first_row: `[documents + 1]` tokens that are held by all documents before.
         trees: `[trees + 1]` tree t has `documents[trees[t]]` to `documents[trees[t + 1]]`.
     """
@@ -49,7 +49,7 @@ class Trees:
     @classmethod
     def of(cls, lengths: IntArray, shared: SharedPrefixes, cost: DocumentCost) -> Self:
         """Lays documents end to end. Arguments: see `place`."""
-        root, held = shared.holder[shared.document_spans[:-1]], lengths - shared.first_own
+        root, held = shared.first_holder, lengths - shared.first_own
         tree_tokens, order = sum_by(root, held, len(lengths))[root], shared.order
         documents = order[np.lexsort((root[order], tree_tokens[order]))]
         trees = np.append(np.flatnonzero(run_starts(root[documents])), len(documents))
@@ -57,7 +57,7 @@ class Trees:
 
     @cached_property
     def pool(self) -> PiecePool:
-        """All trees."""
+        """A piece for each tree."""
         tokens, work = np.diff(self.first_row[self.trees]).tolist(), self._work
         return PiecePool([piece_of(tree, 0, stop, work(tree, 0, stop)) for tree, stop in enumerate(tokens)], work)
 
@@ -88,7 +88,15 @@ class Trees:
     def of_documents(
         self, tree: IntArray, start: IntArray, stop: IntArray, rank: IntArray
     ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Cuts ranges of trees at the borders of documents; returns ranges of these, and their ranks."""
+        """Cuts ranges of trees at the borders of documents.
+
+        Args:
+            tree, start, stop, rank: int64 `[ranges]` tokens [start, stop) of a tree, and their rank.
+
+        Returns:
+            Document, start, stop and rank of each range of a document, in the same order. Documents are numbered as by
+            the caller of `of`.
+        """
         begin, end = (self.first_row[self.trees[tree]] + x for x in (start, stop))
         first = np.searchsorted(self.first_row, begin, side="right") - 1
         counts = np.searchsorted(self.first_row, end, side="left") - first

@@ -61,9 +61,12 @@ class CutFragments:
     Attributes:
         tree: int64 `[fragments]`, 0, 1, ... in this order; equal for fragments that follow the same first one.
         rank: int64 `[fragments]`, the rank that holds the fragment.
-        before: number of the fragment before it; -1 for the first one of a tree. Several may follow one.
-        summary_number: number of its summary among its rank's summaries; -1 for a fragment that none follows.
-        state_number: number of the state before it among its rank's states; -1 for the first fragment of a tree.
+        before: int64 `[fragments]`, number of the fragment before it; -1 for the first one of a tree. Several may
+            follow one.
+        summary_number: int64 `[fragments]`, number of its summary among its rank's summaries; -1 for a fragment that
+            none follows.
+        state_number: int64 `[fragments]`, number of the state before it among its rank's states; -1 for the first
+            fragment of a tree.
         num_ranks: ranks of the micro-batch.
     """
 
@@ -86,8 +89,8 @@ class Fold:
             those that follow them, and so on.
         steps: how many summaries are first ones, follow these, and so on.
         before: int64, for each summary after the first step, the place in the step before of the state before it.
-        branches: whether these are not simply the first states of the step before. They are without shared prefixes,
-            because longer chains come first.
+        branches: whether `before` is needed. Without shared prefixes these are simply the first states of the step
+            before, because longer chains come first.
         returned: route of units of states, numbered in the order of their computation, like `placed`; empty by ranks.
         states: int64 `[states * units]` places in `[units computed | units received]`, in the order of states.
         busiest: most units of summaries that a rank sends or receives, plus most of states; the same on all ranks.
@@ -136,19 +139,19 @@ class Fold:
         before = before - np.repeat(exclusive_cumsum(steps)[:-1], steps[1:])
         branches = not np.array_equal(before, ranges(0, steps[1:]))
 
-        # 3. Each state goes to the ranks of the fragments that follow; only if heads are divided it is not there.
+        # 3. Each state goes to the ranks whose fragments follow. If ranks fold for themselves, it is there already.
         follows = np.flatnonzero(cut.before >= 0)
         needs = np.repeat(follows, units)
         unit = np.tile(np.arange(units), len(follows))
-        needed, holder = cut.before[needs] * units + unit, cut.rank[needs]
-        folded_by = holder if heads is None else folder[np.searchsorted(key, needed)]
-        returns = np.unique((needed * cut.num_ranks + holder)[folded_by != holder])
+        needed, needed_by = cut.before[needs] * units + unit, cut.rank[needs]
+        folded_by = needed_by if heads is None else folder[np.searchsorted(key, needed)]
+        returns = np.unique((needed * cut.num_ranks + needed_by)[folded_by != needed_by])
         returned_key, target = np.divmod(returns, cut.num_ranks)
         origin = folder[np.searchsorted(key, returned_key)]
         returned = route_of(origin, computed[returned_key], target, rank, cut.num_ranks)
         arrived = returned_key[target == rank]
         computed[arrived] = len(order) + _arrival(origin[target == rank])
-        held = holder == rank
+        held = needed_by == rank
         states = np.full(units * int((cut.state_number[cut.rank == rank] >= 0).sum()), -1)
         states[(cut.state_number[needs] * units + unit)[held]] = computed[needed[held]]
         busiest = _busiest(source[travels], folder[travels]) + _busiest(origin, target)

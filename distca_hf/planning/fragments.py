@@ -134,8 +134,8 @@ def _cut_where_others_continue(layout: Layout) -> Layout:
     """Returns the layout with segments that end where other documents continue theirs."""
     if (shared := layout.shared) is None:
         return layout
-    prefix = shared.document_spans[1:][np.diff(shared.document_spans) > 1] - 2
-    borders = np.unique(shared.holder[prefix] * POSITIONS + shared.stop[prefix])
+    last_shared = shared.document_spans[1:][np.diff(shared.document_spans) > 1] - 2  # the span before a document's own
+    borders = np.unique(shared.holder[last_shared] * POSITIONS + shared.stop[last_shared])
     keys, tokens = layout.segment_document * POSITIONS + layout.segment_start, layout.segment_tokens
     parts = IndexRanges.of(keys, tokens).cut_at(borders)
     document, start = np.divmod(parts.starts, POSITIONS)
@@ -150,7 +150,7 @@ def _cut_where_others_continue(layout: Layout) -> Layout:
 
 
 def _finder(layout: Layout) -> Callable[[IntArray, IntArray], IntArray]:
-    """Returns a function of documents and positions that finds the segments which hold these tokens."""
+    """Returns a function of documents and positions that finds the segments with the rows of these tokens."""
     order = np.lexsort((layout.segment_start, layout.segment_document))
     keys = layout.segment_document[order] * POSITIONS + layout.segment_start[order]
     shared = layout.shared
@@ -203,9 +203,9 @@ def _halo(layout: Layout, rank: int, find: Callable[[IntArray, IntArray], IntArr
     # Tokens before the segments of all ranks: -halo_tokens, ..., -1 of each, as far as its document goes back.
     segment = np.repeat(np.arange(len(start)), np.minimum(start, halo_tokens))
     position = ranges(np.maximum(start - halo_tokens, 0), np.minimum(start, halo_tokens))
-    holder = find(document[segment], position)
-    row = layout.segment_row[holder] + position - start[holder]
-    source, destination = layout.segment_rank[holder], layout.segment_rank[segment]
+    held_by = find(document[segment], position)
+    row = layout.segment_row[held_by] + position - start[held_by]
+    source, destination = layout.segment_rank[held_by], layout.segment_rank[segment]
     travels = source != destination
     route = route_of(source[travels], row[travels], destination[travels], rank, layout.num_ranks)
 

@@ -26,7 +26,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         documents, longest_tokens: sizes of the padded batch.
-        numbers: int64 `[documents]` of these among all documents.
+        numbers: int64 `[documents]` their numbers among all documents.
         rows: int64 `[tokens]` rows of the pack.
         places: int64 `[tokens]` their places in the padded batch, counted row by row.
     """
@@ -70,7 +70,7 @@ class Buckets:
         """Runs a function on every batch of documents.
 
         Args:
-            function: returns `[documents, longest_tokens, ...]`, from what it gathers.
+            function: returns `[documents, longest_tokens, ...]` of a bucket, whose rows it gathers.
 
         Returns:
             `[num_rows, ...]` its results; 0 in rows outside documents.

@@ -227,8 +227,10 @@ class _Picked(torch.autograd.Function):
     dtype), in one order.
 
     Args:
-        distinct: the picked rows, each once; None to add up all rows in that dtype.
-        numbers: places of `rows` in `distinct`.
+        rows: int64, the picked rows.
+        distinct: int64, the picked rows, each once: only these are added up in that dtype; None for all rows of the
+            tensor.
+        numbers: int64, places of `rows` in `distinct`, or in the tensor.
     """
 
     @staticmethod
@@ -252,6 +254,7 @@ class _Picked(torch.autograd.Function):
 
 
 def _picked(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a tensor, and some of its rows; backward casts and adds up all rows."""
     picked: tuple[torch.Tensor, torch.Tensor] = _Picked.apply(x, rows, None, rows)
     return picked
 

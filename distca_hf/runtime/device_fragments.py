@@ -122,7 +122,7 @@ class DeviceFragments:
         middle: followed fragments that follow others.
         middle_numbers: int64, see `Fragments`.
         edges: int64, rows taken for windows, then rows to send.
-        edge_rows, edge_numbers: int64, each of these rows once, and the places of `edges` among them.
+        edge_rows, edge_numbers: int64, each row of `edges` once, and the places of `edges` among these.
         windows, kept, rows: of `Halo`.
     """
 

@@ -30,7 +30,7 @@ from distca_hf.runtime.device_fragments import DeviceFragments, DeviceGroup
 # Returns keywords that make a function keep the parts of a group apart.
 Packed = Callable[[DeviceGroup], dict[str, Any]]
 Tensors = Sequence[torch.Tensor]
-# Most last fragments that are a call each: rows need not be gathered for it.
+# Most last fragments that get a call each, for which rows need not be gathered.
 FEW_FRAGMENTS = 4
 # Number of Mamba1's tokens whose decays, `[T, C, S]`, exist at once.
 DECAY_TOKENS = 256
