@@ -21,7 +21,7 @@ from distca_hf.analysis.memory import GIB, Checkpointing, Memory
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of
-from distca_hf.analysis.sharing import Sharing
+from distca_hf.analysis.sharing import SharingFigures
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
@@ -42,9 +42,10 @@ class GivenMicroBatch:
 
     Attributes:
         facts: as in training, if hidden states return.
-        facts_placed_loss: the same if head and loss run on placed rows.
+        facts_placed_loss: as in training, if head and loss run on placed rows.
         stays: whether no row moves.
         moved_tokens: tokens that are computed on a rank other than their batch's.
+        planning_seconds: time of this process to plan it.
     """
 
     facts: PlanFacts
@@ -61,7 +62,7 @@ class GivenMicroBatch:
 
         Args:
             tokens: `[rows]` lengths, rank after rank.
-            groups: which rows begin alike.
+            groups: which rows begin alike; None if none are known to.
         """
         began = time.perf_counter()
         home = Layout.from_packs(np.split(tokens, request.num_ranks))
@@ -97,7 +98,7 @@ class GivenAnswer:
     micro_batches: Sequence[GivenMicroBatch]
     simulated: Result
     profile: ClusterProfile
-    sharing: Sharing | None = None
+    sharing: SharingFigures | None = None
 
     @property
     def places_rows(self) -> bool:
@@ -231,9 +232,9 @@ def answer(
     sharing = None
     if groups is not None:
         shares = request.least_tokens > 0
-        apart = [GivenMicroBatch.of(request, plans, tokens) for tokens, _ in dealt] if shares else planned
-        facts, facts_apart = ([one.facts for one in of] for of in (planned, apart))
-        sharing = Sharing(request, groups, facts, facts_apart)
+        unshared = [GivenMicroBatch.of(request, plans, tokens) for tokens, _ in dealt] if shares else planned
+        facts, facts_unshared = ([one.facts for one in of] for of in (planned, unshared))
+        sharing = SharingFigures(request, groups, facts, facts_unshared)
     with progress.stage("simulating steps"):
         result, _ = simulate(replace(request, batches=steps_worth_it(size)), profile, row_tokens, groups=groups)
     return GivenAnswer(request, source, row_tokens, planned, result, profile, sharing)

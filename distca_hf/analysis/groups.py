@@ -27,7 +27,7 @@ from distca_hf.prefixes import LEAST_SAVED, SharedPrefixes, num_hashes
 GROUP_COLUMN, PREFIX_COLUMN = GROUP_COLUMNS = "group", "prefix_tokens"
 # Why placed batches share nothing.
 UNSHARED = "placed batches compute every prefix again, and your own batches (--batch-size) would not"
-# Bits of a hash that count its tokens.
+# Low bits of a hash: which of its document's hashes it is. Higher bits number the group or document.
 TOKEN_BITS = 32
 
 
@@ -48,7 +48,7 @@ class Groups:
         """Returns the groups of documents; None if no document has a prefix.
 
         Args:
-            columns: values of `GROUP_COLUMNS`, as far as there are such columns.
+            columns: values by column, of those `GROUP_COLUMNS` that the file has.
             tokens: `[documents]` lengths.
             source: their file, for errors.
 
@@ -108,13 +108,17 @@ class Groups:
         return f"{counts.total():,} documents in {len(counts):,} groups begin alike, {once}."
 
     def as_json(self, unshared: str) -> dict[str, object]:
-        """Returns the same as an object."""
+        """Returns the same as an object of JSON."""
         counts = self.counts
         return {"groups": len(counts), "documents": counts.total(), "unshared": unshared or None}
 
     def dealt(self, rng: np.random.Generator, num_ranks: int, micro_steps: int, batch_size: int) -> IntArray:
-        """Returns the documents of all whole optimizer steps of an epoch, micro-batch after micro-batch and rank after
-        rank."""
+        """Deals the documents of an epoch as TRL's GRPO trainer does.
+
+        Returns:
+            int64 `[rows]` documents of all whole optimizer steps: micro-batch after micro-batch, rank after rank,
+            `batch_size` of each. The last step is left out if it is not full.
+        """
         first: dict[str, int] = {}
         of_group = [row if name is None else first.setdefault(name, row) for row, name in enumerate(self.names)]
         groups, number = np.unique(of_group, return_inverse=True)
@@ -125,12 +129,12 @@ class Groups:
         return divided.swapaxes(1, 2).ravel()
 
     def hashes(self, tokens: IntArray, num_ranks: int, least_tokens: int, has_one_label: bool) -> list[IntArray]:
-        """Returns hashes of the documents of a micro-batch, as if they had tokens; empty if training shares nothing.
-        They are equal for equal beginnings.
+        """Returns `[documents]` of int64 hashes for `SharedPrefixes.find`, as if documents had tokens: equal for equal
+        beginnings. Returns no hashes if training would share nothing.
 
         Args:
-            tokens: `[documents]` lengths.
-            num_ranks: on one rank, sharing must save a tenth of the tokens.
+            tokens: `[documents]` lengths of the documents of a micro-batch.
+            num_ranks: ranks of the training; on one, sharing must save a tenth of the tokens.
             least_tokens: shortest prefix that is shared; 0: none is.
             has_one_label: see `to_share`. The last token of a prefix predicts a label to learn.
         """
@@ -140,13 +144,14 @@ class Groups:
         counts = num_hashes(tokens, least_tokens)
         common = np.minimum(num_hashes(prefix + 1 - has_one_label, least_tokens), counts)
         alike = Counter(name for name, count in zip(self.names, common.tolist(), strict=True) if count)
-        of_group = {name: at for at, name in enumerate(alike)}
+        of_group = {name: number for number, name in enumerate(alike)}
         hashes = []
         for row, (name, count, shared) in enumerate(zip(self.names, counts.tolist(), common.tolist(), strict=True)):
             if name is None or not shared or alike[name] < 2:
                 hashes.append(np.zeros(0, dtype=np.int64))
                 continue
             at = 1 + np.arange(count)
+            # Beyond the prefix: 0 must not be shared; with bit 62 a hash equals no other one.
             others = np.zeros_like(at) if has_one_label else at + (row << TOKEN_BITS) + 2**62
             hashes.append(np.where(at <= shared, at + (of_group[name] << TOKEN_BITS), others))
         shared_prefixes = SharedPrefixes.find(tokens, hashes, least_tokens)

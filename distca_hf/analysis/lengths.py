@@ -65,7 +65,7 @@ class DocumentLengths:
     """`[documents]` lengths in tokens, and their file and column.
 
     Attributes:
-        grouping: values of `GROUP_COLUMNS`, as far as there are such columns.
+        grouping: values by column, of those `GROUP_COLUMNS` that the file has; empty if it has no prefixes.
         groups: which documents begin alike; None if that is not known.
     """
 
@@ -149,7 +149,7 @@ def _read_parquet(path: Path) -> DocumentLengths:
     file = pq.ParquetFile(path)
     columns = choose_columns(file.schema_arrow.names, path)
     parts: dict[str, list[IntArray]] = {column: [np.zeros(0, dtype=np.int64)] for column in columns}
-    grouping = _no_grouping(file.schema_arrow.names)
+    grouping = _empty_grouping(file.schema_arrow.names)
     for rows in file.iter_batches(columns=[*columns, *grouping]):
         for name, known in grouping.items():
             known += rows.column(name).to_pylist()
@@ -167,7 +167,7 @@ def _read_dataset(path: Path) -> DocumentLengths:
     dataset = load_from_disk(str(path)) if path.is_dir() else Dataset.from_file(str(path))
     if not isinstance(dataset, Dataset):
         raise PackingError(f"{path} holds several datasets: {', '.join(dataset)}; give the folder of one of them")
-    grouping = _no_grouping(dataset.column_names)
+    grouping = _empty_grouping(dataset.column_names)
     if grouping:
         in_groups = dataset.select_columns(list(grouping)).with_format("arrow")[:]
         grouping = {name: in_groups[name].to_pylist() for name in grouping}
@@ -190,9 +190,9 @@ def _read_dataset(path: Path) -> DocumentLengths:
     )
 
 
-def _no_grouping(names: Sequence[str]) -> dict[str, list[object]]:
-    """Returns empty lists for the values of those of `GROUP_COLUMNS` that there are; none without prefixes: a column
-    called `group` may be anything."""
+def _empty_grouping(names: Sequence[str]) -> dict[str, list[object]]:
+    """Returns an empty list, to be filled, for each of `GROUP_COLUMNS` among some names. Returns none without a column
+    of prefixes: then a column called `group` may be anything."""
     return {name: [] for name in GROUP_COLUMNS if name in names and PREFIX_COLUMN in names}
 
 
@@ -271,7 +271,7 @@ def read_json(path: Path) -> DocumentLengths:
 def read_jsonl(path: Path) -> DocumentLengths:
     """Reads JSON objects, one per line; all must have the columns of the first."""
     columns: dict[str, Numbers] = {}
-    grouping = _no_grouping(GROUP_COLUMNS)
+    grouping = _empty_grouping(GROUP_COLUMNS)
     with _open(path) as file:
         for line_number, line in enumerate(_lines(file, path), start=1):
             if not line.strip():
@@ -307,7 +307,7 @@ def read_csv(path: Path) -> DocumentLengths:
         if twice := [name for name in chosen if names.count(name) > 1]:
             raise PackingError(f"{path} has {names.count(twice[0])} columns {twice[0]}; keep one of them")
         columns = {name: (names.index(name), Numbers(f"{path}, column {name}", "row")) for name in chosen}
-        grouping = _no_grouping(names)
+        grouping = _empty_grouping(names)
         for row in rows:
             for at, numbers in columns.values():
                 numbers.add_text(row[at] if at < len(row) else "")

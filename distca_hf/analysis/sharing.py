@@ -20,18 +20,19 @@ PARTS = {"layers": "layers without attention", "attention": "attention", "head":
 
 
 @dataclass(frozen=True)
-class Sharing:
+class SharingFigures:
     """The same micro-batches with shared prefixes and without them; hidden states return.
 
     Attributes:
+        request: says whether prefixes are shared at all.
         groups: of all rows.
-        facts, facts_apart: of each micro-batch, with shared prefixes and without.
+        facts, facts_unshared: of each micro-batch, with shared prefixes and without.
     """
 
     request: SimulationRequest
     groups: Groups
     facts: Sequence[PlanFacts]
-    facts_apart: Sequence[PlanFacts]
+    facts_unshared: Sequence[PlanFacts]
 
     @property
     def tokens(self) -> int:
@@ -45,7 +46,7 @@ class Sharing:
 
     @property
     def saved_share(self) -> float:
-        """Share of the tokens that layers do not compute again."""
+        """Share of the tokens that layers do not compute, as a part of 1."""
         return 1 - self.computed_tokens / self.tokens
 
     @cached_property
@@ -59,28 +60,28 @@ class Sharing:
             amounts = {"layers": (tokens, 0, 0), "attention": (0, pairs, 0), "head": (0, 0, head)}
             return {part: float(flops.work(*map(np.array, each))) / len(way) for part, each in amounts.items()}
 
-        apart, shared = of(self.facts_apart), of(self.facts)
-        return {part: (apart[part], shared[part]) for part in PARTS}
+        unshared, shared = of(self.facts_unshared), of(self.facts)
+        return {part: (unshared[part], shared[part]) for part in PARTS}
 
     @property
     def step_imbalance(self) -> tuple[float, float]:
         """Mean over micro-batches of max/mean work of a step, as planned, without sharing and with it."""
         flops = self.request.model.flops
-        apart, shared = (
+        unshared, shared = (
             float(np.mean([imbalance(one.step_work(flops)[1].tolist()) for one in way]))
-            for way in (self.facts_apart, self.facts)
+            for way in (self.facts_unshared, self.facts)
         )
-        return apart, shared
+        return unshared, shared
 
     @property
     def in_short(self) -> str:
-        """The beginning of a sentence; empty if nothing is shared."""
+        """The first half of a sentence; empty if nothing is shared."""
         computed = 100 * (1 - self.saved_share)
         return f"layers compute {computed:.0f} % of the tokens, and " if self.saved_share else ""
 
     def as_json(self) -> dict[str, object]:
         """Returns one object; operations are means over micro-batches, of all ranks together."""
-        without, shared = self.step_imbalance
+        unshared, shared = self.step_imbalance
         return {
             **self.groups.as_json(self.request.unshared),
             "tokens": self.tokens,
@@ -88,14 +89,14 @@ class Sharing:
             "saved_share": self.saved_share,
             **{f"{part}_flops_unshared": before for part, (before, _) in self.work.items()},
             **{f"{part}_flops": after for part, (_, after) in self.work.items()},
-            "step_imbalance_unshared": without,
+            "step_imbalance_unshared": unshared,
             "step_imbalance": shared,
         }
 
     def table(self) -> RenderableType:
         """Returns what is printed for people."""
         count, grouped, tokens = len(self.facts), self.groups.counts, (self.tokens, self.computed_tokens)
-        table = plain_table("apart", "shared")
+        table = plain_table("unshared", "shared")
         table.add_row("tokens that layers compute", *(f"{each / count:,.0f}" for each in tokens))
         for part, name in PARTS.items():
             table.add_row(f"{name}, PFLOP", *(f"{each / PETA:,.2f}" for each in self.work[part]))

@@ -293,10 +293,12 @@ def rows_placed(
     np.fill_diagonal(moved, 0.0)
     seconds = exchange_seconds(cluster, described * moved).max() + costs.copy_seconds(2 * described * copied)
     if not loss_is_placed:
-        moved = results_between(home, placed).astype(np.float64)
-        copied = (moved.sum(axis=0) + home.rank_tokens).max()
-        np.fill_diagonal(moved, 0.0)
-        seconds += exchange_seconds(cluster, hidden * moved.T).max() + exchange_seconds(cluster, hidden * moved).max()
+        results = results_between(home, placed).astype(np.float64)
+        copied = (results.sum(axis=0) + home.rank_tokens).max()
+        np.fill_diagonal(results, 0.0)
+        # Results go one way, their gradients the other.
+        seconds += exchange_seconds(cluster, hidden * results.T).max()
+        seconds += exchange_seconds(cluster, hidden * results).max()
         seconds += 2 * costs.copy_seconds(2 * hidden * copied)
     return replace(load, beside_seconds=load.beside_seconds + float(seconds))
 

@@ -361,8 +361,8 @@ def _simulate(
 
 
 def _shared(model: SimulatedModel, loads: Sequence[Load]) -> tuple[int, float, int]:
-    """Returns the tokens and attended pairs that layers, and the tokens that heads do not compute, because another
-    document begins with them, too."""
+    """Returns tokens and attended pairs that layers do not compute, and tokens that heads do not compute, because
+    another document begins with them, too."""
     shared = [(load, load.prefixes) for load in loads if load.prefixes is not None]
     tokens = [int(prefixes.sum()) for _, prefixes in shared]
     pairs = sum(model.pairs(prefixes) for _, prefixes in shared)
