@@ -24,14 +24,14 @@ a gradient for every row. With --loss labels it is the model's own, of the token
 return to their batches, and the head computes all rows. (With Trainer the head runs on placed rows, and turns that are
 learnt are not shared.)
 
-In the table, each figure of the slowest or largest rank:
+Figures of the table are of the slowest or largest rank:
 
     step            median of the rounds, from a barrier until the device is done
     ÷ first         median of the rounds' ratios to the first mode
     given           tokens of the documents, a step, on all ranks
     trie ÷ given    tokens that remain if every token with equal tokens before it in its micro-batch counts once
-    computed ÷ given    rows that the first decoder layer got; with padding that ranks without tokens have
-    peak            memory that torch had given out at once
+    computed ÷ given    rows that the first decoder layer got, with the padding of ranks without tokens
+    peak            most memory that torch had allocated at once
 """
 
 import argparse
@@ -40,7 +40,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 from unittest import mock
 
@@ -111,7 +111,7 @@ def parse() -> argparse.Namespace:
     if unknown := [name for name in options.workloads if name not in WORKLOADS]:
         parser.error(f"workload {unknown[0]!r} is none of {', '.join(WORKLOADS)}")
     if options.rows % 2:
-        parser.error(f"--rows {options.rows} are no pairs")
+        parser.error(f"--rows {options.rows} is odd, and dpo has pairs of rows")
     return options
 
 
@@ -124,11 +124,11 @@ class Drawn:
         self._tokens = np.random.default_rng(self.random.getrandbits(64))
 
     def tokens(self, number: int) -> IntArray:
-        """Returns so many random tokens."""
+        """Returns `number` random tokens."""
         return self._tokens.integers(0, self._vocabulary, number)
 
     def about(self, mean: int) -> IntArray:
-        """Returns half to one and a half as many random tokens."""
+        """Returns random tokens, half to one and a half times as many as the mean."""
         return self.tokens(self.random.randint(-(-mean // 2), mean + mean // 2))
 
     def answers(self, number: int) -> list[Document]:
@@ -179,13 +179,9 @@ def _none(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
     return [[[drawn.answers(1)[0] for _ in range(drawn.options.rows)] for _ in range(num_ranks)]]
 
 
-# Micro-batches of a step.
-WORKLOADS: dict[str, Callable[[Drawn, int], list[MicroBatch]]] = {
-    "trees": _trees,
-    "grpo": _grpo,
-    "dpo": _dpo,
-    "none": _none,
-}
+# Returns the micro-batches of a step, from its random numbers and the number of ranks.
+Workload = Callable[[Drawn, int], list[MicroBatch]]
+WORKLOADS: dict[str, Workload] = {"trees": _trees, "grpo": _grpo, "dpo": _dpo, "none": _none}
 
 
 def trie_tokens(documents: Sequence[IntArray]) -> int:
@@ -224,8 +220,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     for workload in options.workloads:
         vocabulary = config.get_text_config().vocab_size
         number = min(options.tasks, options.warmup + options.rounds)
-        drawn = (Drawn(options, workload, step, vocabulary) for step in range(number))
-        steps = [WORKLOADS[workload](of_step, num_ranks) for of_step in drawn]
+        steps = [WORKLOADS[workload](Drawn(options, workload, step, vocabulary), num_ranks) for step in range(number)]
         batches = [[_pack(place, micro_batch, options.loss) for micro_batch in step] for step in steps]
         modes = [_mode(name, place, batches, counted) for name in options.modes]
         rows = {mode.name: mode.batches.rows for mode in modes if isinstance(mode.batches, CountedBatches)}
@@ -288,15 +283,13 @@ class InTurns:
     """Batches of one step after the other; after the last one the first follows."""
 
     def __init__(self, steps: Sequence[Sequence[Batch]]) -> None:
-        self._steps, self._next = steps, 0
+        self._len, self._steps = len(steps[0]), cycle(steps)
 
     def __len__(self) -> int:
-        return len(self._steps[0])
+        return self._len
 
     def __iter__(self) -> Iterator[Batch]:
-        step = self._steps[self._next % len(self._steps)]
-        self._next += 1
-        return iter(step)
+        return iter(next(self._steps))
 
 
 def _pack(place: Place, micro_batch: MicroBatch, loss: str) -> Batch:
@@ -330,8 +323,7 @@ def _mode(name: str, place: Place, steps: Sequence[Sequence[Batch]], counted: Co
     if name == "unshared":
         meanwhile.append(partial(mock.patch.object, Sharing, "refusal", return_value="this mode shares nothing"))
     given = AsOfTrainer(place.model, steps, shares=name == "shared")
-    batches = CountedBatches(given, counted)
-    return Mode(name, "distca", batches, watched=True, exchanges=True, meanwhile=meanwhile)
+    return Mode(name, "distca", CountedBatches(given, counted), watched=True, exchanges=True, meanwhile=meanwhile)
 
 
 def _with_work(place: Place, batch: Batch) -> Batch:
@@ -356,8 +348,8 @@ def figures_of(
     """Returns the figures of each mode: seconds, bytes and tokens of every round, and ratios.
 
     Args:
-        measured: of every mode.
-        computed: of every mode, `[rounds]` rows of all ranks.
+        measured: measurements by mode.
+        computed: `[rounds]` rows that layers of all ranks computed, by mode.
         steps: micro-batches of every round.
     """
     given, trie = [], []

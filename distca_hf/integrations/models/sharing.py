@@ -2,7 +2,7 @@
 compute them once.
 
 They have, unless something is drawn at random for each row, a batch has more than tokens, positions and images, or
-functions that are not known run on rows. Of equal images, towers make equal features.
+unknown functions run on rows. Towers make equal features of equal images.
 """
 
 import inspect
@@ -44,7 +44,7 @@ OVER_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Types of values that are of all rows.
 SINGLE = (bool, int, float, str, torch.dtype, NoneType)
 FEW_SAVED = f"on one rank rows move only to save {LEAST_SAVED:.0%} of a batch's tokens, and this saves "
-# Packages whose forward functions give layers the tokens of the batch, and such functions of a multimodal model.
+# Packages whose forward functions pass the tokens of a batch to layers as they are, and names of such functions.
 KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
 FORWARDS = ("forward", "get_image_features", "get_video_features", "get_placeholder_mask")
 
@@ -79,9 +79,10 @@ class Sharing:
         """Returns why documents of a batch must not share prefixes; empty if they may.
 
         Args:
-            is_noisy: whether embeddings get noise.
+            is_training: whether the pass trains, so that values may be dropped and embeddings get noise.
+            is_noisy: whether embeddings get noise (NEFTune).
         """
-        return self._refusal or _of_batch(batch, self._is_multimodal) or self._of_modules(is_noisy, is_training)
+        return self._refusal or _of_batch(batch, self._is_multimodal) or self._of_modules(is_training, is_noisy)
 
     def read_ahead(self) -> None:
         """Reads the batches that follow, if their documents may share prefixes."""
@@ -93,14 +94,16 @@ class Sharing:
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
     ) -> ReadDocuments | None:
-        """Returns what was read of a batch that trains on one rank; None if sharing saves less than a tenth of its
-        tokens: rows move for it, which takes memory. None, too, if installed kernels take no states: this rank needs
-        them for nothing else.
+        """Returns what was read of a batch that trains on one rank, if its documents are to share prefixes.
+
+        Returns None if that saves less than a tenth of its tokens, because rows move for it, which takes memory; or if
+        installed kernels cannot begin from a state, which one rank needs for nothing else.
 
         Reading a batch without a reading waits for the device. So before the first batch that pays it is done only in
         passes 1, 2, 4, 8 ..., and never to say why nothing is shared.
 
         Args:
+            reader: reads a batch without a reading.
             returning: what the pass returns.
         """
         self._passes += 1
@@ -146,8 +149,9 @@ class Sharing:
         if read is not None and say_unshared(read, shown_as, f"{why}{numbers}", self._least_tokens):
             self._said.add(why)
 
-    def _of_modules(self, is_noisy: bool, is_training: bool) -> str:
-        """Returns what may compute other numbers for equal tokens. Modules may have changed since the last pass."""
+    def _of_modules(self, is_training: bool, is_noisy: bool) -> str:
+        """Returns what may compute other numbers for equal tokens; empty if nothing does. Modules may have changed
+        since the last pass."""
         children = [child for module in self._modules for child in module._modules.values()]
         if not self._modules or children != self._children:  # quicker than listing all in every pass
             self._modules = list(self._root.modules())
@@ -191,7 +195,7 @@ def _is_dropout(of: Hashable) -> bool:
 
 
 def placeholders_of(root: nn.Module) -> Placeholders:
-    """Returns the tokens of a model that features of images replace."""
+    """Returns the tokens of a model that features of images and videos replace."""
     config = transformers_model(root).config
     image, video = (
         next(
@@ -205,7 +209,7 @@ def placeholders_of(root: nn.Module) -> Placeholders:
 
 
 def _of_batch(batch: Batch, is_multimodal: bool) -> str:
-    """Returns that a batch has numbers of tokens or images that layers may compute from; empty if it has none."""
+    """Returns which unknown numbers of tokens or images a batch has, from which layers may compute; empty if none."""
     tokens = tokens_of(batch)
     for name, value in batch.items():
         if is_multimodal and name not in KNOWN_COLUMNS:
