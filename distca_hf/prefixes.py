@@ -6,8 +6,8 @@ prefix once.
     d2    | prompt | answer 2 | more 2 |       d2 holds its answer
     d3    | prompt | answer 2 | more 3 |       d3 continues d2, and with it d0
 
-Layers that carry a state go on from the state after the prefix (`planning.fragments`). Each token of this tree is a
-row of one document. Positions stay as they are: `answer 1` begins where the prompt ends.
+Layers that carry a state go on from the state after the prefix (`planning.fragments`). Documents are a tree: each
+of its tokens is a row of one document. Positions stay as they are: `answer 1` begins where the prompt ends.
 
 Equal prefixes are found by hashes of first tokens: of as many as a shared prefix has at least, and of every
 `BLOCK_TOKENS` more.
@@ -144,17 +144,18 @@ class SharedPrefixes:
         return self.start[self.document_spans[1:] - 1]
 
     @cached_property
-    def first_holder(self) -> IntArray:
-        """`[documents]` the document that holds the first token of each document."""
+    def root(self) -> IntArray:
+        """`[documents]` the document that holds the first token of each document: equal for documents of a tree."""
         return self.holder[self.document_spans[:-1]]
 
     @cached_property
     def _span_keys(self) -> IntArray:
+        """Document and start of each span as one number."""
         document = np.repeat(np.arange(len(self.document_spans) - 1), np.diff(self.document_spans))
         return document * POSITIONS + self.start
 
     def holders(self, document: IntArray, position: IntArray) -> IntArray:
-        """Finds the documents that hold the rows of some tokens."""
+        """Finds the documents that hold the rows of some tokens; all arrays are int64 `[tokens]`."""
         return self.holder[np.searchsorted(self._span_keys, document * POSITIONS + position, side="right") - 1]
 
     def held(

@@ -104,8 +104,8 @@ class Groups:
             unshared: why not; empty if they do.
         """
         counts = self.counts
-        once = f"which is not shared: {unshared}" if unshared else "which distca's ways compute once"
-        return f"{counts.total():,} documents in {len(counts):,} groups begin alike, {once}."
+        once = f", but share no prefixes: {unshared}" if unshared else "; distca's ways compute their prefixes once"
+        return f"{counts.total():,} documents in {len(counts):,} groups begin alike{once}."
 
     def as_json(self, unshared: str) -> dict[str, object]:
         """Returns the same as an object of JSON."""

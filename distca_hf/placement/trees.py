@@ -7,8 +7,8 @@
 Documents of a tree are laid end to end, and the tree is placed like one document. A part of it that begins within a
 document needs only keys of that document, prefixes included: later documents of the part continue the same ones.
 
-Unlike in a document, a token may cost less than the token before it: where the next document begins. So the accordion
-promises nothing for trees, and `place` looks at the work of ranks.
+Unlike in a document, a token may cost less than the token before it: the first one of the next document. So
+`accordion` promises no even work for trees, and `place` checks the work of ranks.
 """
 
 from bisect import bisect_right
@@ -49,7 +49,7 @@ class Trees:
     @classmethod
     def of(cls, lengths: IntArray, shared: SharedPrefixes, cost: DocumentCost) -> Self:
         """Lays documents end to end. Arguments: see `place`."""
-        root, held = shared.first_holder, lengths - shared.first_own
+        root, held = shared.root, lengths - shared.first_own
         tree_tokens, order = sum_by(root, held, len(lengths))[root], shared.order
         documents = order[np.lexsort((root[order], tree_tokens[order]))]
         trees = np.append(np.flatnonzero(run_starts(root[documents])), len(documents))

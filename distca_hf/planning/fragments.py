@@ -113,7 +113,7 @@ class Fragments:
         before[later] = find(document[later], start[later] - 1)
         follows, is_followed = before >= 0, np.zeros(len(start), dtype=bool)
         is_followed[before[later]] = True
-        tree = document if layout.shared is None else layout.shared.first_holder[document]
+        tree = document if layout.shared is None else layout.shared.root[document]
         fragments = np.lexsort((document, start, tree))
         fragments = fragments[(follows | is_followed)[fragments]]
         number = np.full(len(start) + 1, -1)  # the last entry is that of no fragment

@@ -185,7 +185,7 @@ def test_rows_without_groups_are_dealt_as_before() -> None:
         ("plan", "--gpus 2 --tokens-per-rank 1000", "placed batches compute every prefix again"),
         ("simulate", "--gpus 2 --tokens-per-rank 1000 --batches 1", "placed batches compute every prefix again"),
         ("plan", "--gpus 2 --batch-size 1", "4 rows in 2 groups begin alike."),
-        ("simulate", "--gpus 2 --batch-size 1 --batches 1", "begin alike, which distca's ways compute once."),
+        ("simulate", "--gpus 2 --batch-size 1 --batches 1", "begin alike; distca's ways compute their prefixes once."),
     ],
 )
 def test_commands_say_whether_prefixes_are_shared(command: str, options: str, says: str, tmp_path: Path) -> None:
