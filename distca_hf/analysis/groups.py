@@ -104,8 +104,8 @@ class Groups:
             unshared: why not; empty if they do.
         """
         counts = self.counts
-        once = f", but share no prefixes: {unshared}" if unshared else "; distca's ways compute their prefixes once"
-        return f"{counts.total():,} documents in {len(counts):,} groups begin alike{once}."
+        ending = f", but share no prefixes: {unshared}" if unshared else "; distca's ways compute their prefixes once"
+        return f"{counts.total():,} documents in {len(counts):,} groups begin alike{ending}."
 
     def as_json(self, unshared: str) -> dict[str, object]:
         """Returns the same as an object of JSON."""

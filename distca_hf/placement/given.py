@@ -68,10 +68,10 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
         topology: of the placed ranks.
     """
     num_ranks, per_node = placed.num_ranks, topology.ranks_per_node
-    shared = tokens_between(home, placed).T  # [placed rank, home rank]
+    common = tokens_between(home, placed).T  # [placed rank, home rank]
     # 1. Nodes of equal size are exchanged; the last one, which may be smaller, stays.
     full = num_ranks // per_node
-    in_full = shared[: full * per_node, : full * per_node]
+    in_full = common[: full * per_node, : full * per_node]
     node_order = _matched(in_full.reshape(full, per_node, full, per_node).sum(axis=(1, 3)))
     order = np.arange(num_ranks)
     order[: full * per_node] = ranges(node_order * per_node, np.full(full, per_node))
@@ -79,16 +79,16 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
     for node in range(topology.num_nodes):
         ranks = topology.ranks_of(node)
         of_node = order[ranks.start : ranks.stop]
-        order[ranks.start : ranks.stop] = of_node[_matched(shared[of_node, ranks.start : ranks.stop])]
+        order[ranks.start : ranks.stop] = of_node[_matched(common[of_node, ranks.start : ranks.stop])]
     return _numbered(placed, order, np.argsort(node_order), per_node)
 
 
-def _matched(shared: IntArray) -> IntArray:
-    """Returns `[ranks]` the placed rank that each home rank takes, from `[placed ranks, home ranks]` shared tokens.
-    Pairs that share most tokens are matched first."""
-    pairs = np.argwhere(shared)
-    order, free = np.full(len(shared), -1), np.ones(len(shared), dtype=bool)
-    for placed, home in pairs[np.argsort(-shared[tuple(pairs.T)], kind="stable")].tolist():
+def _matched(common: IntArray) -> IntArray:
+    """Returns `[ranks]` the placed rank that each home rank takes, from `[placed ranks, home ranks]` tokens in common.
+    Pairs with the most are matched first."""
+    pairs = np.argwhere(common)
+    order, free = np.full(len(common), -1), np.ones(len(common), dtype=bool)
+    for placed, home in pairs[np.argsort(-common[tuple(pairs.T)], kind="stable")].tolist():
         if free[placed] and order[home] < 0:
             order[home], free[placed] = placed, False
     order[order < 0] = np.flatnonzero(free)

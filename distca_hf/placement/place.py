@@ -19,7 +19,7 @@ the speed within a node, for any number of ranks. So a part of a document is str
 The work of a stripe is divided equally among the ranks of its node, whichever tokens they hold. Tokens are spread
 evenly too, and with them the bytes that ranks send.
 
-Documents that share a prefix are dealt together (`trees`), unless ranks then have less even work.
+Documents that share a prefix are dealt together (`trees`), without stripes, unless ranks then have less even work.
 
 Documents may be placed such that sliding windows are even, too (`even_windows`). Of both placements, the one with the
 shorter predicted time is taken.
