@@ -231,7 +231,8 @@ class SimulationRequest:
 
         Args:
             home: whole documents, in the order of the batches.
-            groups: which of them begin alike.
+            groups: which of them begin alike; None if none do.
+            loss_is_placed: whether head and loss run on placed rows.
         """
         if groups is None:
             return plans.layout(home)

@@ -43,6 +43,7 @@ OF_IMAGES = {*VALUES, *OF_ITEMS, "num_items_in_batch"}
 OVER_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Types of values that are of all rows.
 SINGLE = (bool, int, float, str, torch.dtype, NoneType)
+# Why documents of one rank share nothing; the share that they would save follows.
 FEW_SAVED = f"on one rank rows move only to save {LEAST_SAVED:.0%} of a batch's tokens, and this saves "
 # Packages whose forward functions pass the tokens of a batch to layers as they are, and names of such functions.
 KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
@@ -56,7 +57,7 @@ class Sharing:
         mixers: layers of the model that carry a state.
 
     Attributes:
-        has_paid: whether documents of a batch have shared prefixes on a single rank.
+        has_paid: whether documents of an earlier batch shared enough on one rank, so that batches are read ahead.
         following: readings of the batches that are known when a step begins.
     """
 
