@@ -169,8 +169,9 @@ def _row_sums(values: torch.Tensor) -> torch.Tensor:
 def _sums(words: Any, factors: Any) -> Any:
     """Returns the sum of each row of int64 words x random factors, modulo 2 ** 64; arrays or tensors."""
     # Numbers may differ only in their highest bits, as 1.0 and -1.0 do. Products would leave nothing else to differ.
-    folded = words ^ (words >> 32)
-    folded ^= folded >> 23
+    # Sums, because the exclusive or of all bits' opposites, as of a negative image in bytes, would be the same.
+    folded = words + (words >> 32)
+    folded += folded >> 23
     folded *= factors
     return folded.sum(1)
 
@@ -260,7 +261,7 @@ def _items(
     of_rows = np.add.reduceat((sums ^ (sums >> 32)) * np.concatenate(factors), offsets(rows)[:-1])
     described_by = [np.full((len(rows), 5), (media is IMAGES, len(shape), *shape, *[0] * (3 - len(shape))))]
     description = np.column_stack([*described_by, *(column.reshape(len(rows), -1) for column in columns.values())])
-    return amounts // per_token, of_rows + (description * random_factors(description.shape[1], DESCRIBED)).sum(axis=1)
+    return amounts // per_token, of_rows + _sums(description, random_factors(description.shape[1], DESCRIBED))
 
 
 def _is_empty(values: Any) -> bool:

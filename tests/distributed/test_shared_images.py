@@ -20,7 +20,7 @@ from distca_hf.integrations.models.forward_watch import watch_of
 from support.given_batches import PATCH, Batch, Gradients, gradients_of
 from support.multimodal import IMAGE_TOKEN, VIDEO_TOKEN, multimodal_model
 from support.ranks import run_ranks
-from support.versions import classes_of_today
+from support.versions import classes_of_today, states_travel
 
 
 @dataclass(frozen=True)
@@ -192,15 +192,17 @@ CASES["videos and images"] = Case(
     144 + 3 * 16,
 )
 CASES["text"] = Case([answers(LONG), [*answers(LONG, seed=20), [TAIL]]], 3 * 80)
-# Only Qwen's have positions of three axes. LLaVA's images have one size.
+# Only Qwen's have positions of three axes. LLaVA's images have one size. States of Qwen3.5 go on from images.
 OF_KINDS = {
     "gemma3": ["text"],
     "qwen2_5_vl": [*PADDED, "packs", "videos and images", "text"],
     "qwen3_vl": [*PADDED, "packs"],
+    "qwen3_5": ["a group on two ranks", "the second image differs", "packs"],
     "mistral3": PADDED,
     "internvl": PADDED,
     "llava": ["pairs", "pairs, padded left", "a group on two ranks", "images on some rows", "images on one rank"],
 }
+MARKS = {"qwen3_vl": [classes_of_today], "qwen3_5": [classes_of_today, states_travel]}
 
 
 def alone(kind: str, rows: Sequence[Row]) -> Gradients:
@@ -244,9 +246,7 @@ def _train(kind: str) -> dict[str, tuple[Gradients, int, int]]:
     return results
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(name, marks=[classes_of_today] if name == "qwen3_vl" else []) for name in OF_KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(name, marks=MARKS.get(name, ())) for name in OF_KINDS])
 def test_gradients_on_ranks_are_those_of_every_row_alone(kind: str, tmp_path: Path) -> None:
     by_rank = run_ranks(2, _train, tmp_path, kind)
 

@@ -24,7 +24,7 @@ Batch = dict[str, Any]
 Gradients = dict[str, torch.Tensor]
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 # Numbers of a patch of an image.
-PATCH = {"qwen2_5_vl": 3 * 2 * 14 * 14, "qwen3_vl": 3 * 2 * 16 * 16}
+PATCH = {"qwen2_5_vl": 3 * 2 * 14 * 14, "qwen3_vl": 3 * 2 * 16 * 16, "qwen3_5": 3 * 2 * 16 * 16}
 STEPS = 3
 
 

@@ -75,6 +75,7 @@ class Sharing:
             self._refusal = "shared_prefix_tokens is 0"
         elif mixers.need_whole:
             self._refusal = "layers carry a state from token to token that cannot travel"
+        self._latest_refusal = self._refusal
 
     def refusal(self, batch: Batch, is_training: bool, is_noisy: bool) -> str:
         """Returns why documents of a batch must not share prefixes; empty if they may.
@@ -83,13 +84,16 @@ class Sharing:
             is_training: whether the pass trains, so that values may be dropped and embeddings get noise.
             is_noisy: whether embeddings get noise (NEFTune).
         """
-        return self._refusal or _of_batch(batch, self._is_multimodal) or self._of_modules(is_training, is_noisy)
+        self._latest_refusal = (
+            self._refusal or _of_batch(batch, self._is_multimodal) or self._of_modules(is_training, is_noisy)
+        )
+        return self._latest_refusal
 
     def read_ahead(self) -> None:
-        """Reads the batches that follow, if their documents may share prefixes."""
+        """Reads the batches that follow, if documents of the latest one might share prefixes."""
         following, self.following = self.following, ()
         for reading in following:
-            if reading is not None and not self._refusal:
+            if reading is not None and not self._latest_refusal:
                 reading.documents  # noqa: B018 (remembered from here on)
 
     def found_on_one_rank(

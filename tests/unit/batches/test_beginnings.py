@@ -9,6 +9,7 @@ import torch
 from distca_hf.batches.beginnings import Placeholders, row_sums_of
 from distca_hf.batches.document_gather import begin_alike, to_share
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments
+from distca_hf.prefixes import random_factors
 
 
 IMAGE, VIDEO, LEAST = 9, 8, 12
@@ -97,6 +98,19 @@ def test_images_of_equal_numbers_and_other_sizes_differ(make: Any) -> None:
         assert equal_tokens(batch | {"second_per_grid_ts": torch.tensor([0.5, 1.0, 0.5, 0.25])}) == 10
 
 
+def test_speeds_of_videos_differ_at_every_token() -> None:
+    """Numbers of 0.5 and 1.0 differ only in their highest bits, which factors of some tokens would push out."""
+    [at, *_] = np.flatnonzero(random_factors(2**15) % 2**12 == 0).tolist()
+    ids = torch.full((2, at + 9), 7)
+    ids[:, at : at + 2] = VIDEO
+    of_videos = {"pixel_values_videos": drawn(4, 6).repeat(2, 1), "video_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+    for second, is_alike in ((0.5, True), (1.0, False)):
+        seconds = {"second_per_grid_ts": torch.tensor([0.5, second])}
+        found = read({"input_ids": ids, **of_videos, **seconds}, least=at + 3)
+        assert found.unshared == ""
+        assert begin_alike(found, at + 3) == is_alike
+
+
 def test_images_are_equal_however_much_they_are_padded() -> None:
     """To the largest image of each rank's batch."""
     batch = with_sizes()
@@ -126,6 +140,7 @@ def black_and_white(*white: tuple[int, int]) -> torch.Tensor:
         (drawn(1, 1, 6, 8).to(torch.bfloat16), drawn(1, 1, 6, 8).flip(3).to(torch.bfloat16)),
         (drawn(1, 1, 5, 7), drawn(1, 1, 5, 7).flip(2)),  # rows are not of whole words
         (drawn(1, 1, 5, 7).to(torch.uint8), drawn(1, 1, 5, 7).to(torch.uint8) + (torch.arange(7) == 6)),
+        (drawn(1, 1, 6, 8).to(torch.uint8), 255 - drawn(1, 1, 6, 8).to(torch.uint8)),  # all bits are the opposite
     ],
 )
 def test_images_that_differ_little_have_other_hashes(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -230,6 +230,24 @@ def test_one_rank_reads_ahead_and_plans_ahead_once_prefixes_were_shared() -> Non
     plugin.close()
 
 
+def test_one_rank_reads_nothing_ahead_while_it_may_not_share() -> None:
+    plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=20)
+    model = distca_hf.enable(with_adapters(tiny_model()), plugin).train()
+    watch = watch_of(model)
+    for is_training in (True, False):
+        for layer in model.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.train(is_training)
+        collated = ReadingCollator(lambda batch: {**batch}, watch.reader)(
+            {"input_ids": torch.arange(60).expand(2, -1)}
+        )
+        following = take_reading(collated)
+        watch.begin_step([following], 1, torch.device("cpu"))
+        model(input_ids=torch.arange(60).expand(2, -1) + 1).logits.sum().backward()
+        assert ("documents" in vars(following)) != is_training
+    plugin.close()
+
+
 @pytest.mark.parametrize(
     ("change", "given", "returning", "said"),
     [
