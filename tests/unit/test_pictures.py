@@ -151,7 +151,7 @@ def test_the_command_of_the_page_is_what_is_simulated(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "pictures")
     drawing, asked = importlib.import_module("draw_simulated"), []
 
-    def note(request: SimulationRequest, *_: Any) -> Any:
+    def note(request: SimulationRequest, *_: Any, **__: Any) -> Any:
         asked.append(request)
         raise ConfigError("noted")
 
