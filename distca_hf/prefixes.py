@@ -39,6 +39,18 @@ POSITIONS = 2**31
 NEVER = np.iinfo(np.int64).max
 
 
+def never_shared(least_tokens: int, whole_documents: bool) -> str:
+    """Returns why no documents of a model share a prefix; empty if some may.
+
+    Args:
+        least_tokens: shortest prefix that documents share, as the settings say.
+        whole_documents: whether a state of the model's layers cannot travel.
+    """
+    if not least_tokens:
+        return "shared_prefix_tokens is 0"
+    return "layers carry a state from token to token that cannot travel" if whole_documents else ""
+
+
 def num_hashes(document_tokens: IntArray, least_tokens: int) -> IntArray:
     """Returns the number of hashes of each document: of its first `least_tokens`, and of every `BLOCK_TOKENS` more,
     as long as fewer tokens than all are hashed."""

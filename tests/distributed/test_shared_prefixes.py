@@ -470,5 +470,5 @@ def test_tokens_that_are_written_to_unseen_are_noticed_in_the_next_pass(how: str
     if how == "tensor":
         assert said == ["", ""]
     else:
-        assert "micro-batch 2: the input_ids of micro-batch 1 add up to " in said[1]
+        assert "micro-batch 2: the input_ids of micro-batch 1 have checksum " in said[1]
         assert "rank 1" in said[0]

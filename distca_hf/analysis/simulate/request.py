@@ -28,6 +28,7 @@ from distca_hf.errors import ConfigError, PackingError
 from distca_hf.flops import H200_GIB
 from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Topology
 from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.prefixes import never_shared
 from distca_hf.servers.served_plans import Servers
 
 
@@ -244,9 +245,7 @@ class SimulationRequest:
         """Why documents that begin alike do not share their prefix; empty if they do."""
         if self.batch_size is None:
             return UNSHARED
-        if self.model.whole_documents:
-            return "layers carry a state from token to token that cannot travel"
-        return "" if self.planner.config.shared_prefix_tokens else "shared_prefix_tokens is 0"
+        return never_shared(self.planner.config.shared_prefix_tokens, self.model.whole_documents)
 
     @property
     def least_tokens(self) -> int:

@@ -27,7 +27,7 @@ from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.structure import backbone_of, text_decoder, towers, transformers_model
 from distca_hf.integrations.models.weights_check import is_due
-from distca_hf.prefixes import LEAST_SAVED
+from distca_hf.prefixes import LEAST_SAVED, never_shared
 from distca_hf.telemetry import get_logger
 
 
@@ -66,15 +66,12 @@ class Sharing:
         self._towers, self._is_multimodal = towers(model), text_decoder(model) is not model
         before = model, backbone_of(model), text_decoder(model), model.get_input_embeddings(), *self._towers.values()
         self._before_layers, self._mixers = dict.fromkeys(before), mixers
-        self._configs, self._refusal = (model.config.get_text_config(), model.config), ""
+        self._configs = model.config.get_text_config(), model.config
+        self._refusal = never_shared(config.shared_prefix_tokens, mixers.need_whole)
         self.following: Sequence[Reading | None] = ()
         self._least_tokens, self._looks, self.has_paid = config.shared_prefix_tokens, 0, False
         self._passes, self._said = 0, set[str]()
         self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
-        if not config.shared_prefix_tokens:
-            self._refusal = "shared_prefix_tokens is 0"
-        elif mixers.need_whole:
-            self._refusal = "layers carry a state from token to token that cannot travel"
         self._latest_refusal = self._refusal
 
     def refusal(self, batch: Batch, is_training: bool, is_noisy: bool) -> str:
