@@ -37,8 +37,8 @@ class WrittenTokens:
                 raise PackingError(
                     f"the input_ids of micro-batch {micro_batch} have checksum {int(found)}, and had {expected} when "
                     "its documents were read: they were written to through .data or NumPy after the collator, and "
-                    "layers may have shared prefixes that are not equal. Do not use the gradients of that micro-batch. "
-                    "Write to tokens in the collator, or to the tensor itself"
+                    "layers may have shared prefixes that are not equal. Do not use the gradients of that "
+                    "micro-batch. Write to tokens in the collator, or to the tensor itself"
                 )
 
     def add_up(self, plan: LivePlan) -> None:
