@@ -182,6 +182,7 @@ check_versions()
 if not any(isinstance(finder, _OwnFolders) for finder in sys.meta_path):
     sys.meta_path.insert(0, _OwnFolders())
 when_imported("transformers.modeling_utils", lambda: _apply("attention"))
+when_imported("transformers.masking_utils", lambda: _apply("packed_documents"))
 when_imported("accelerate.data_loader", lambda: _apply("skip_batches"))
 if attaches_every_trainer():
     attach_every_trainer()

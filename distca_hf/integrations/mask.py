@@ -307,6 +307,22 @@ def _read_from_callers(asking: FrameType) -> tuple[torch.Tensor | None, torch.Te
     return asking.f_locals.get("position_ids"), model.f_locals.get("attention_mask")
 
 
+def passes_on_a_plan(asking: FrameType) -> bool:
+    """Returns whether the model that asks for a mask passes a plan on to its layers.
+
+    Args:
+        asking: frame of Transformers' function that asks.
+    """
+    frame: FrameType | None = asking if any_known() else None
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",):
+            keywords = next((of for name in KEYWORDS if isinstance(of := frame.f_locals.get(name), dict)), None)
+            if keywords is not None and isinstance(frame.f_locals.get("self"), nn.Module):
+                return isinstance(keywords.get("distca_plan"), LivePlan)
+        frame = frame.f_back
+    return False
+
+
 def checked_mask(implementation: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Checks which tokens a model was given, then calls its mask function.
 

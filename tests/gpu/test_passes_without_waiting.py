@@ -1,4 +1,5 @@
 """Passes on given batches wait for no device: what ranks tell each other, and how they plan, is on the host.
+Transformers does not look for packed documents on the device, either.
 
 But for checksums of weights, which are compared in passes 1, 2, 4, 8, ..., each time with one wait.
 """
@@ -35,16 +36,18 @@ SIZES: dict[str, dict[str, Any]] = {
 # Beginnings of the names of files that are between the line that waits and the warning.
 INNER = (str(Path(torch.__file__).parent), warnings.__file__)
 WAITS, CHECKSUMS = "synchronizing CUDA operation", "weights_check.py"
+PACKAGE, MASKS = "distca_hf/", "masking_utils.py"
 
 
 @contextmanager
 def waits_noted(places: list[str]) -> Iterator[None]:
-    """Notes lines of the package that wait for the device."""
+    """Notes lines that wait for the device: of the package, and where Transformers makes masks."""
 
     def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
         outside = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(INNER)]
         waits = outside[-1]
-        if WAITS in str(message) and "distca_hf/" in waits.filename and not waits.filename.endswith(CHECKSUMS):
+        noted = PACKAGE in waits.filename or waits.filename.endswith(MASKS)
+        if WAITS in str(message) and noted and not waits.filename.endswith(CHECKSUMS):
             places.append(f"{waits.filename}:{waits.lineno}")
 
     with warnings.catch_warnings():
