@@ -307,3 +307,25 @@ def test_random_batches_have_the_gradients_of_data_parallelism(world: int, tmp_p
     for seed in DRAWS[world]:
         steps, drawn = [of_rank[seed] for of_rank in by_rank], draw(seed, world)
         assert max(worst_of(steps)) <= drawn.most, (seed, str(drawn), steps)
+
+
+def _documents_sought(kinds: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """How often Transformers looks for packed documents in a training pass, and in one of evaluation."""
+    sought: dict[str, tuple[int, int]] = {}
+    for kind in kinds:
+        model = distca_hf.enable(tiny(kind)("distca"), distca_hf.DistCAPlugin())
+        batch = packed(LENGTHS[dist.get_rank()], 0)
+        number = []
+        for trains in (True, False):
+            with patch.object(torch, "diff", wraps=torch.diff) as diff:
+                model.train(trains)(**batch, use_cache=False)
+            number.append(sum("prepend" in call.kwargs for call in diff.call_args_list))
+        sought[kind] = (number[0], number[1])
+    return sought
+
+
+def test_passes_with_a_plan_do_not_ask_the_device_for_documents(tmp_path: Path) -> None:
+    """The host would wait for the device in every pass."""
+    kinds = ["llama", "mistral", "qwen3"]
+    for sought in run_ranks(2, _documents_sought, tmp_path, kinds):
+        assert sought == dict.fromkeys(kinds, (0, 1))

@@ -230,22 +230,6 @@ def test_documents_are_found_once_per_forward_pass(
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "olmo2"])
-def test_passes_with_a_plan_do_not_ask_the_device_for_documents(kind: str) -> None:
-    """Transformers looks for borders of documents in positions, and asks whether there are any."""
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
-    model = distca_hf.enable(tiny_model(kind), plugin)
-    batch = next(iter(plugin.dataloader(random_dataset(20))))
-    names = []
-    for given in (batch, {"input_ids": random_ids(2), "position_ids": PACKED, "use_cache": False}):
-        with SeenOperators() as seen:
-            model.train(given is batch)(**given)
-        names.append({name.split(".")[1] for name in seen.names})
-
-    assert not {"cumsum", "all"} & names[0]
-    assert {"cumsum", "all"} <= names[1]  # without a plan
-
-
 def test_offsets_count_the_tokens_that_are_there() -> None:
     mask = document_mask(2, TOKENS, TOKENS, 0, 0, masking_utils.causal_mask_function, padded_mask().bool())
     assert mask is not None
