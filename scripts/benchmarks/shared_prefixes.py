@@ -30,6 +30,8 @@ Figures of the table are of the slowest or largest rank:
     ÷ first         median of the rounds' ratios to the first mode
     given           tokens of the documents, a step, on all ranks
     trie ÷ given    tokens that remain if every token with equal tokens before it in its micro-batch counts once
+    ÷ trie, ÷ work  medians of the rounds' ratios to the first mode, divided by the part of tokens, or of flops, that
+                    remains. A token that remains attends to as many others as before
     computed ÷ given    rows that the first decoder layer got, with the padding of ranks without tokens
     peak            most memory that torch had allocated at once
 """
@@ -40,7 +42,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import chain, cycle, pairwise
 from typing import Any
 from unittest import mock
 
@@ -57,7 +59,7 @@ from lib.baselines.attention import register_ways
 from lib.baselines.operators import OwnKeys, make_call
 from lib.documents import batch_of
 from lib.header import facts_of
-from lib.model import Backbone, LossModel, build_model, prepare, probe, read_config
+from lib.model import Backbone, LossModel, Shape, build_model, prepare, probe, read_config
 from lib.modes import AsOfTrainer, Batch, Batches, Mode, Place, without
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import count, whole, write_figures
@@ -75,7 +77,7 @@ MODES = {
     "shared": "the product",
 }
 COLUMNS = (
-    *("mode", "step ms", "÷ first", "given", "trie ÷ given", "computed ÷ given"),
+    *("mode", "step ms", "÷ first", "÷ trie", "÷ work", "given", "trie ÷ given", "computed ÷ given"),
     *("peak GiB", "peak ÷ first", "exchanged GB", "loss"),
 )
 # A document, and how many of its first tokens are a prompt; further borders alternate between the agent's turns, which
@@ -184,15 +186,21 @@ Workload = Callable[[Drawn, int], list[MicroBatch]]
 WORKLOADS: dict[str, Workload] = {"trees": _trees, "grpo": _grpo, "dpo": _dpo, "none": _none}
 
 
-def trie_tokens(documents: Sequence[IntArray]) -> int:
-    """Returns the tokens of documents, each beginning that several have counted once."""
+def equal_beginnings(documents: Sequence[IntArray]) -> tuple[list[int], list[int]]:
+    """Returns, in the order of their tokens, how many tokens each document has in common with others before it; and
+    the lengths of documents in this order."""
     in_order = sorted(documents, key=lambda tokens: tokens.astype(">u4").tobytes())
-    total = sum(map(len, documents))
+    common = [0]
     for before, after in pairwise(in_order):
-        common = min(len(before), len(after))
-        differs = np.flatnonzero(before[:common] != after[:common])
-        total -= int(differs[0]) if len(differs) else common
-    return total
+        least = min(len(before), len(after))
+        differs = np.flatnonzero(before[:least] != after[:least])
+        common.append(int(differs[0]) if len(differs) else least)
+    return common, [len(tokens) for tokens in in_order]
+
+
+def work_of(shape: Shape, lengths: Sequence[int]) -> float:
+    """Returns the flops of layers, forward and backward; attention's backward is 2.5 times its forward."""
+    return 3 * shape.linear_flops * sum(lengths) + 3.5 * shape.attention_flops(shape.pairs(lengths))
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
@@ -228,7 +236,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         measured = runner.run(modes, options.warmup, options.rounds, exposed=False)
         timed = [steps[(options.warmup + at) % number] for at in range(options.rounds)]
         computed = {name: _over_ranks(of_mode[options.warmup :], device) for name, of_mode in rows.items()}
-        figures[workload] = figures_of(measured, computed, timed)
+        figures[workload] = figures_of(measured, computed, timed, shape)
         if rank == 0:
             mean_tokens = sum(figures[workload][options.modes[0]]["given_tokens"]) // options.rounds
             options.documents = f"of {workload}"
@@ -343,7 +351,10 @@ def _over_ranks(rows: Sequence[int], device: torch.device) -> list[int]:
 
 
 def figures_of(
-    measured: Mapping[str, Measured], computed: Mapping[str, list[int]], steps: Sequence[Sequence[MicroBatch]]
+    measured: Mapping[str, Measured],
+    computed: Mapping[str, list[int]],
+    steps: Sequence[Sequence[MicroBatch]],
+    shape: Shape,
 ) -> dict[str, dict[str, Any]]:
     """Returns the figures of each mode: seconds, bytes and tokens of every round, and ratios.
 
@@ -351,22 +362,32 @@ def figures_of(
         measured: measurements by mode.
         computed: `[rounds]` rows that layers of all ranks computed, by mode.
         steps: micro-batches of every round.
+        shape: of the model.
     """
-    given, trie = [], []
+    given, trie, remaining_work = [], [], []
     for step in steps:
-        documents = [[tokens for of_rank in micro for tokens, _ in of_rank] for micro in step]
-        given.append(sum(len(tokens) for of_micro in documents for tokens in of_micro))
-        trie.append(sum(map(trie_tokens, documents)))
+        parts = [equal_beginnings([tokens for of_rank in micro for tokens, _ in of_rank]) for micro in step]
+        common, lengths = (list(chain.from_iterable(of)) for of in zip(*parts, strict=True))
+        given.append(sum(lengths))
+        trie.append(sum(lengths) - sum(common))
+        remaining_work.append(1 - work_of(shape, common) / work_of(shape, lengths))
+    remaining_tokens = [least / whole for least, whole in zip(trie, given, strict=True)]
     first = next(iter(measured.values()))
+
+    def ratio(mode: Measured, remaining: Sequence[float]) -> float:
+        rounds = zip(mode.seconds, first.seconds, remaining, strict=True)
+        return statistics.median(own / other / part for own, other, part in rounds)
+
     return {
         name: {
             **vars(mode),
             "step_seconds": mode.step_seconds,
-            "ratio_to_first": statistics.median(
-                own / other for own, other in zip(mode.seconds, first.seconds, strict=True)
-            ),
+            "ratio_to_first": ratio(mode, [1.0] * len(steps)),
+            "ratio_to_trie": ratio(mode, remaining_tokens),
+            "ratio_to_work": ratio(mode, remaining_work),
             "given_tokens": given,
             "trie_tokens": trie,
+            "remaining_work": remaining_work,
             "computed_tokens": computed[name],
             "peak_ratio_to_first": mode.peak_bytes / first.peak_bytes if first.peak_bytes else None,
         }
@@ -383,7 +404,7 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
             (
                 name,
                 number(figure["step_seconds"], 1e3, 1),
-                number(figure["ratio_to_first"], 1, 3),
+                *(number(figure[f"ratio_to_{of}"], 1, 3) for of in ("first", "trie", "work")),
                 str(given // len(figure["given_tokens"])),
                 number(sum(figure["trie_tokens"]) / given, 1, 4),
                 number(sum(figure["computed_tokens"]) / given, 1, 4),

@@ -36,6 +36,11 @@ def test_prefixes_are_computed_once(tmp_path: Path) -> None:
             assert len(figures["seconds"]) == ROUNDS
             assert figures["loss"] == pytest.approx(modes["plain"]["loss"], rel=1e-5)
             assert figures["ratio_to_first"] > 0
+            assert all(
+                least / whole <= work <= 1
+                for least, whole, work in zip(trie, given, figures["remaining_work"], strict=True)
+            )
+            assert 0 < figures["ratio_to_work"] <= figures["ratio_to_trie"]
             if mode != "shared" or name == "none":
                 assert figures["computed_tokens"] == given
             else:
@@ -85,7 +90,9 @@ def test_documents_are_those_of_trainers(script: Callable[[str], ModuleType]) ->
 
 
 def test_a_trie_counts_equal_beginnings_once(script: Callable[[str], ModuleType]) -> None:
-    count = script("shared_prefixes").trie_tokens
+    beginnings = script("shared_prefixes").equal_beginnings
     documents = [np.array(of) for of in ([1, 2, 3], [1, 2], [1, 300, 3], [2, 2, 3], [1, 2, 3, 4], [1, 2, 3])]
 
-    assert count(documents) == len({tuple(of[: n + 1]) for of in documents for n in range(len(of))})
+    common, lengths = beginnings(documents)
+    assert sorted(lengths) == sorted(map(len, documents))
+    assert sum(lengths) - sum(common) == len({tuple(of[: n + 1]) for of in documents for n in range(len(of))})
