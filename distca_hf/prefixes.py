@@ -26,7 +26,7 @@ from distca_hf.arrays import IntArray, offsets, ranges
 
 # Prefixes are compared in steps of this many tokens, from the shortest one that is shared. So fewer than this many
 # equal tokens are computed again.
-BLOCK_TOKENS = 64
+BLOCK_TOKENS = 16
 # Seed of the factors of hashes: the same on all ranks.
 SEED = 45
 # Share of the tokens of a batch that one rank must save: its rows do not move otherwise.
