@@ -17,7 +17,7 @@ from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.cli import app
 from distca_hf.errors import PackingError
-from distca_hf.prefixes import SharedPrefixes, hashes_of, num_hashes
+from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, hashes_of, num_hashes
 
 
 LENGTHS, NAMES, PREFIXES = [700, 500, 30, 650, 520], ["a", "b", None, "a", "b"], [600, 400, None, 600, 400]
@@ -136,7 +136,7 @@ def test_hashes_share_as_many_tokens_as_hashes_of_tokens_do(seed: int, has_one_l
     real = np.split(hashes_of(np.concatenate(documents), lengths, 64), np.cumsum(counts)[:-1])
     if has_one_label:  # a row without a group has no prefix, and all of its tokens are learnt
         real = [
-            np.where(64 + 64 * np.arange(len(one)) < prefix, one, 0)
+            np.where(64 + BLOCK_TOKENS * np.arange(len(one)) < prefix, one, 0)
             for one, prefix in zip(real, groups.prefix_tokens, strict=True)
         ]
     begins = [int(one[0]) if len(one) else 0 for one in real]  # documents like no other tell ranks no hashes
