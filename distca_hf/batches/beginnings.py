@@ -154,9 +154,10 @@ def row_sums_of(batch: Batch) -> dict[str, torch.Tensor]:
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
     rows = values.detach().contiguous().flatten(0, -2)
     width = rows.shape[1] * rows.element_size()
-    # The widest integers into which rows divide; they also have to divide the offset of the first row.
-    borders = width | (int(rows.storage_offset()) * rows.element_size())
-    word = next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if borders % word.itemsize == 0)
+    # The widest integers into which rows divide.
+    word = next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if width % word.itemsize == 0)
+    if int(rows.storage_offset()) * rows.element_size() % word.itemsize:
+        rows = rows.clone()
     words = rows.view(word)
     if values.device.type != "cpu":
         factors = torch.from_numpy(random_factors(words.shape[1], IN_ROW)).to(values.device, non_blocking=True)
@@ -233,7 +234,7 @@ def _items(
         _UnknownMediaError: it is not known which tokens belong to an image.
     """
     values = given[media.values]
-    columns = {name: _numbers(column) for name, column in given.items() if name != media.values}
+    columns = {name: as_int64(column).numpy() for name, column in given.items() if name != media.values}
     sizes, shape, channels = columns.get("image_sizes"), values.shape[1:], values.shape[1] if values.ndim == 4 else 1
     if (grid := columns.get(media.grid)) is not None and grid.ndim == values.ndim == 2:
         amounts = rows = grid.prod(axis=1)
@@ -268,8 +269,6 @@ def _is_empty(values: Any) -> bool:
     return values.numel() == 0 if isinstance(values, torch.Tensor) else values in ([], ())
 
 
-def _numbers(column: torch.Tensor) -> IntArray:
+def as_int64(column: torch.Tensor) -> torch.Tensor:
     """Returns a column as int64, floating-point numbers by their bits."""
-    is_float = column.is_floating_point()
-    numbers: IntArray = (column.double().view(torch.int64) if is_float else column.to(torch.int64)).numpy()
-    return numbers
+    return column.double().view(torch.int64) if column.is_floating_point() else column.to(torch.int64)
