@@ -55,9 +55,8 @@ def checksums_of(batch: Batch, row_sums: Mapping[str, torch.Tensor]) -> dict[tup
     Args:
         row_sums: `row_sums_of` images, or a sample of these sums.
     """
-    device, columns = batch["input_ids"].device, read_of(batch)
+    device, columns = batch["input_ids"].device, {**read_of(batch), **row_sums}
     numbers = {name: as_int64(column).flatten().to(device, non_blocking=True) for name, column in columns.items()}
-    numbers |= row_sums
     factors = torch.arange(1, max(map(len, numbers.values())) + 1, device=device) * ODD_FACTOR
     factors ^= factors >> 31
     return {(name, batch[name].dtype): (one * factors[: len(one)]).sum() for name, one in numbers.items()}
@@ -69,7 +68,7 @@ def sampled(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Arriving(NamedTuple):
-    """Checksums of a pass on their way from the device, which record `arrived`; and those of its reading."""
+    """Checksums of a pass, on their way from the device until it records `arrived`; and of the reading."""
 
     found: torch.Tensor
     arrived: torch.cuda.Event | None
@@ -97,10 +96,10 @@ class WrittenBatches:
                 if found != expected:
                     self._arriving.clear()
                     raise PackingError(
-                        f"the {name} of micro-batch {pass_sums.micro_batch} have checksum {found}, and had {expected} "
-                        "when its documents were read: they were written to through .data or NumPy after the "
-                        "collator, and layers may have shared prefixes that are not equal. Do not use the gradients "
-                        f"of that micro-batch. Write to {name} in the collator, or to the tensor itself"
+                        f"the checksum of {name} in micro-batch {pass_sums.micro_batch} is {found}, and was "
+                        f"{expected} when documents were read: {name} was written to through .data or NumPy after the collator, "
+                        "and layers may have shared prefixes that are not equal. Do not use the gradients of that "
+                        f"micro-batch. Write to {name} in the collator, or to the tensor itself"
                     )
 
     def check_later(self, plan: LivePlan) -> None:
@@ -111,11 +110,12 @@ class WrittenBatches:
         watched, before, checksums = expected
         after = state_of(watched)  # layers may have written, too
         batch = {name: tensor for name, tensor in watched.items() if after[name] == before[name]}
-        if "input_ids" not in batch:
+        images = {name: values for name, values in batch.items() if name in VALUES and values.ndim > 1}
+        row_sums = row_sums_of({name: sampled(values.flatten(0, -2)) for name, values in images.items()})
+        known = checksums_of(batch, row_sums) if "input_ids" in batch else {}
+        sums = {key: checksum for key, checksum in known.items() if key in checksums}
+        if not sums:
             return
-        images = {name: values.flatten(0, -2) for name, values in batch.items() if name in VALUES}
-        row_sums = row_sums_of({name: sampled(rows) for name, rows in images.items()})
-        sums = {key: one for key, one in checksums_of(batch, row_sums).items() if key in checksums}
         device = batch["input_ids"].device
         found = torch.stack([*sums.values()]).to("cpu", non_blocking=device.type == "cuda")
         arrived = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

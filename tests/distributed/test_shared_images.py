@@ -316,6 +316,6 @@ def test_images_that_are_written_to_unseen_are_noticed_in_the_next_pass() -> Non
         if step < 2:
             loss_of(model, batch).backward()
             continue
-        with pytest.raises(PackingError, match="the pixel_values of micro-batch 1 have checksum "):
+        with pytest.raises(PackingError, match="the checksum of pixel_values in micro-batch 1 is "):
             loss_of(model, batch)
     plugin.close()

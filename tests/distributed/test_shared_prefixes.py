@@ -455,5 +455,5 @@ def test_columns_that_are_written_to_unseen_are_noticed_in_the_next_pass(
     if how == "tensor":
         assert said == ["", ""]
     else:
-        assert f"micro-batch 2: the {column} of micro-batch 1 have checksum " in said[1]
+        assert f"micro-batch 2: the checksum of {column} in micro-batch 1 is " in said[1]
         assert "rank 1" in said[0]

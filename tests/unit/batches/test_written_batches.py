@@ -50,7 +50,7 @@ def test_each_number_of_a_column_counts(column: str, place: tuple[int, int]) -> 
     batch = batch_of()
     passed(WrittenBatches(), batch, batch_of(), lambda: None)
     batch[column][place] += 1
-    with pytest.raises(PackingError, match=f"the {column} of micro-batch 7 have checksum"):
+    with pytest.raises(PackingError, match=f"checksum of {column} in micro-batch 7 is"):
         passed(WrittenBatches(), batch, batch_of(), lambda: None)
     passed(WrittenBatches(), batch, batch_of(), lambda: None, shared=0)
 
@@ -58,7 +58,7 @@ def test_each_number_of_a_column_counts(column: str, place: tuple[int, int]) -> 
 def test_numbers_that_change_places_are_noticed() -> None:
     batch = batch_of()
     batch["input_ids"][0, :2] = batch["input_ids"][0, :2].flip(0)
-    with pytest.raises(PackingError, match="the input_ids of micro-batch 7"):
+    with pytest.raises(PackingError, match="checksum of input_ids in micro-batch 7 is"):
         passed(WrittenBatches(), batch, batch_of(), lambda: None)
 
 
@@ -69,7 +69,7 @@ def test_images_are_sampled(shape: tuple[int, ...]) -> None:
     assert min(256, len(rows)) <= len(sampled(rows)) < 512
     passed(WrittenBatches(), batch, read, lambda: None)
     sampled(rows)[-1, 2] += 1
-    with pytest.raises(PackingError, match="the pixel_values of micro-batch 7"):
+    with pytest.raises(PackingError, match="checksum of pixel_values in micro-batch 7 is"):
         passed(WrittenBatches(), batch, read, lambda: None)
 
 
@@ -80,8 +80,25 @@ def test_casts_and_missing_labels_are_no_writes() -> None:
     passed(WrittenBatches(), batch, read, lambda: None)
 
 
+def test_images_in_an_unknown_form_have_no_checksum() -> None:
+    columns = {"pixel_values": drawn(40)}
+    passed(WrittenBatches(), batch_of(**columns), batch_of(**columns), lambda: None)
+
+
 def test_layers_may_write_to_their_arguments() -> None:
     batch, read = batch_of(), batch_of()
     passed(WrittenBatches(), batch, read, lambda: batch["position_ids"].add_(1))
-    with pytest.raises(PackingError, match="the position_ids"):
+    with pytest.raises(PackingError, match="checksum of position_ids"):
         passed(WrittenBatches(), batch, read, lambda: None)
+
+
+@pytest.mark.gpu
+def test_checksums_on_a_gpu_are_those_of_the_host() -> None:
+    read, written = batch_of(pixel_values=drawn(40, 6)), WrittenBatches()
+    batch = {name: column if name == "labels" else column.cuda() for name, column in read.items()}
+    passed(written, batch, read, torch.cuda.synchronize)
+    batch["position_ids"].data[1, 3] += 1
+    passed(written, batch, read, lambda: None)
+    torch.cuda.synchronize()
+    with pytest.raises(PackingError, match="checksum of position_ids in micro-batch 7 is"):
+        written.expect(batch, None)
