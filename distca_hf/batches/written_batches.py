@@ -97,9 +97,9 @@ class WrittenBatches:
                     self._arriving.clear()
                     raise PackingError(
                         f"the checksum of {name} in micro-batch {pass_sums.micro_batch} is {found}, and was "
-                        f"{expected} when documents were read: {name} was written to through .data or NumPy after the collator, "
-                        "and layers may have shared prefixes that are not equal. Do not use the gradients of that "
-                        f"micro-batch. Write to {name} in the collator, or to the tensor itself"
+                        f"{expected} when documents were read: {name} was written to through .data or NumPy after the "
+                        "collator, and layers may have shared prefixes that are not equal. Do not use the gradients "
+                        f"of that micro-batch. Write to {name} in the collator, or to the tensor itself"
                     )
 
     def check_later(self, plan: LivePlan) -> None:
