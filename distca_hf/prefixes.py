@@ -1,16 +1,16 @@
-"""Shared prefixes: documents that begin with the same tokens, such as the completions of one prompt. Layers compute a
-prefix once.
+"""Shared prefixes: documents that begin with the same tokens, such as the completions of a prompt. Layers compute
+these tokens once.
 
     d0    | prompt | answer 0 |                d0 holds the prompt
     d1    | prompt | answer 1 |                d1 and d2 continue it: their queries attend to keys of d0
     d2    | prompt | answer 2 | more 2 |       d2 holds its answer
-    d3    | prompt | answer 2 | more 3 |       d3 continues d2, and with it d0
+    d3    | prompt | answer 2 | more 3 |       d3 continues d2, and so d0, too
 
-Layers that carry a state go on from the state after the prefix (`planning.fragments`). Documents are a tree: each
-of its tokens is a row of one document. Positions stay as they are: `answer 1` begins where the prompt ends.
+Documents are a tree: one document holds the row of each token. Positions do not change: `answer 1` begins after the
+prompt. Layers that carry a state continue from the state after the prefix (`planning.fragments`).
 
-Equal prefixes are found by hashes of first tokens: of as many as a shared prefix has at least, and of every
-`BLOCK_TOKENS` more.
+Equal prefixes are found by hashes: of the first tokens of a document, as many as the shortest shared prefix has, and
+of every `BLOCK_TOKENS` more.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,13 @@ import numpy as np
 from distca_hf.arrays import IntArray, offsets, ranges
 
 
-# Prefixes are compared in steps of this many tokens, from the shortest one that is shared. So fewer than this many
-# equal tokens are computed again.
+# Prefixes are compared in steps of this many tokens. So fewer equal tokens than this are computed again.
 BLOCK_TOKENS = 16
 # Seed of the factors of hashes: the same on all ranks.
 SEED = 45
-# Share of the tokens of a batch that one rank must save: its rows do not move otherwise.
+# Least share of a batch's tokens to save on one rank. Sharing moves rows there, which would stay otherwise.
 LEAST_SAVED = 0.1
-# Most prefixes that a document continues, one after the other: each is attended to in a call by itself.
+# Most prefixes that a document continues, one after the other: each takes a call of attention.
 MOST_LEVELS = 8
 # Sort keys are (document, position); positions have 31 bits.
 POSITIONS = 2**31
@@ -40,11 +39,11 @@ NEVER = np.iinfo(np.int64).max
 
 
 def never_shared(least_tokens: int, whole_documents: bool) -> str:
-    """Returns why no documents of a model share a prefix; empty if some may.
+    """Returns why documents never share a prefix in this model; empty if they may.
 
     Args:
-        least_tokens: shortest prefix that documents share, as the settings say.
-        whole_documents: whether a state of the model's layers cannot travel.
+        least_tokens: shortest prefix to share, the setting `shared_prefix_tokens`.
+        whole_documents: whether layers carry a state that cannot travel.
     """
     if not least_tokens:
         return "shared_prefix_tokens is 0"
@@ -52,13 +51,13 @@ def never_shared(least_tokens: int, whole_documents: bool) -> str:
 
 
 def num_hashes(document_tokens: IntArray, least_tokens: int) -> IntArray:
-    """Returns the number of hashes of each document: of its first `least_tokens`, and of every `BLOCK_TOKENS` more,
-    as long as fewer tokens than all are hashed."""
+    """Returns the number of hashes of each document: of its first `least_tokens`, and of every `BLOCK_TOKENS` more.
+    None is of the whole document."""
     return np.maximum((document_tokens - 1 - least_tokens) // BLOCK_TOKENS + 1, 0)
 
 
 def hashes_of(tokens: IntArray, document_tokens: IntArray, least_tokens: int) -> IntArray:
-    """Returns the hashes of documents, one document after the other; none of them is 0.
+    """Returns the hashes of all documents, one document after the other. No hash is 0.
 
     Args:
         tokens: `[tokens of all documents]` a number for each token, made of everything that layers compute from.
@@ -90,13 +89,13 @@ Span = tuple[int, int, int]  # document that holds the rows, start, stop
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Where the rows of documents are held. All arrays are int64.
+    """Which documents hold the rows of others. All arrays are int64.
 
     Attributes:
         holder, start, stop: `[spans]` tokens [start, stop) of a document are rows of `holder`. Spans cover a document
-            in order; the document itself holds the last one.
+            in order, and it holds the last one itself.
         document_spans: `[documents + 1]` document d has spans `document_spans[d]` to `document_spans[d + 1]`.
-        order: `[documents]` documents in an order in which those with a common prefix follow each other.
+        order: `[documents]` all documents; documents with a common prefix follow each other.
     """
 
     holder: IntArray
@@ -107,7 +106,7 @@ class SharedPrefixes:
 
     @classmethod
     def of_spans(cls, spans: Sequence[Sequence[Span]], order: Sequence[int] | IntArray) -> Self:
-        """Makes shared prefixes from the spans of each document, and an order of documents."""
+        """Makes shared prefixes of the spans of each document, and of an order."""
         flat = np.array([span for of_document in spans for span in of_document], dtype=np.int64).reshape(-1, 3)
         counts = np.array([len(of_document) for of_document in spans], dtype=np.int64)
         holder, start, stop = flat.T.copy()
@@ -119,9 +118,9 @@ class SharedPrefixes:
 
         Args:
             document_tokens: `[documents]` lengths.
-            hashes: of each document, of its first `least_tokens`, `least_tokens + BLOCK_TOKENS`, ... tokens, but never
-                of all its tokens. Documents share a prefix if its hashes are equal and not 0.
-            least_tokens: fewest tokens of a prefix, beyond a shorter one that more documents share.
+            hashes: of each document (`num_hashes`), or none. Documents share a prefix if its hashes are equal and not
+                0.
+            least_tokens: shortest prefix. A longer one that fewer documents share has at least as many more tokens.
 
         Returns:
             None if no prefix is shared.
@@ -129,7 +128,7 @@ class SharedPrefixes:
         counts = np.array([len(of_document) for of_document in hashes], dtype=np.int64)
         if np.count_nonzero(counts) < 2:
             return None
-        # A row for each document with hashes; what only the longest one has is shared with none.
+        # A row for each document with hashes. No document shares hashes that only the longest one has.
         hashed, columns = np.flatnonzero(counts), int(np.partition(counts, -2)[-2])
         known = np.minimum(counts[hashed], columns)
         table = np.zeros((len(hashed), columns), dtype=np.int64)
@@ -157,7 +156,7 @@ class SharedPrefixes:
 
     @cached_property
     def root(self) -> IntArray:
-        """`[documents]` the document that holds the first token of each document: equal for documents of a tree."""
+        """`[documents]` the document that holds the first token of each one; documents of a tree have the same."""
         return self.holder[self.document_spans[:-1]]
 
     @cached_property
@@ -167,16 +166,16 @@ class SharedPrefixes:
         return document * POSITIONS + self.start
 
     def holders(self, document: IntArray, position: IntArray) -> IntArray:
-        """Finds the documents that hold the rows of some tokens; all arrays are int64 `[tokens]`."""
+        """Returns the documents that hold the rows of some tokens. All arrays are int64 `[tokens]`."""
         return self.holder[np.searchsorted(self._span_keys, document * POSITIONS + position, side="right") - 1]
 
     def held(
         self, document: IntArray, start: IntArray, stop: IntArray
     ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Finds the documents that hold the rows of some ranges of tokens.
+        """Divides ranges of tokens into parts that one document holds.
 
         Returns:
-            Index of the range, document, start and stop of each part; leaves out empty ones.
+            Index of the range, document, start and stop of each part that is not empty.
         """
         counts = np.diff(self.document_spans)[document]
         index, span = np.repeat(np.arange(len(document)), counts), ranges(self.document_spans[document], counts)
@@ -189,13 +188,13 @@ def _spans(order: list[int], shared: list[int], lengths: list[int], least_tokens
     """Returns the spans of each document.
 
     Args:
-        order: documents in the order of their tokens.
-        shared: tokens that each of them, in this order, shares with the one before it.
+        order: documents, sorted by their hashes.
+        shared: tokens that each of them, in this order, shares with the one before.
         lengths: tokens of each document.
         least_tokens: see `SharedPrefixes.find`.
     """
     spans: list[list[Span]] = [[] for _ in lengths]
-    # Documents [first, stop) in order, tokens [0, begin) that all of them share, and the spans that hold these.
+    # Documents [first, stop) of the order share tokens [0, begin), which these spans hold.
     todo: list[tuple[int, int, int, list[Span]]] = [(0, len(order), 0, [])]
     while todo:
         first, stop, begin, before = todo.pop()

@@ -14,6 +14,7 @@ Trainers that keep the order of rows share at least as much.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Self
 
 import numpy as np
@@ -56,17 +57,17 @@ class Groups:
             PackingError: a row has a prefix and no group, a group and no prefix, a prefix longer than its document, or
                 another prefix than its group.
         """
-        prefix_tokens = columns.get(PREFIX_COLUMN, ())
+        prefix_tokens = [*map(_cell, columns.get(PREFIX_COLUMN, ()))]
         if all(prefix is None or prefix == "" for prefix in prefix_tokens):
             return None
+        groups = map(_cell, columns.get(GROUP_COLUMN, [None] * len(tokens)))
         first: dict[str, tuple[int, int]] = {}
         names, prefixes = list[str | None](), list[int]()
-        rows = zip(columns.get(GROUP_COLUMN, [None] * len(tokens)), prefix_tokens, tokens.tolist(), strict=True)
-        for row, (given, prefix, length) in enumerate(rows):
+        for row, (given, prefix, length) in enumerate(zip(groups, prefix_tokens, tokens.tolist(), strict=True)):
             count, where = _whole(prefix), f"{source}: row {row}"
             if not isinstance(given, str | int | None):
                 raise PackingError(f"{where} has {GROUP_COLUMN} {given!r}, neither a text nor a whole number")
-            name = None if given is None else str(given).strip() or None
+            name = None if given is None else str(given) or None
             if count is None:
                 raise PackingError(f"{where} has {PREFIX_COLUMN} {prefix!r}, not a whole number")
             if name is None and count:
@@ -82,7 +83,8 @@ class Groups:
                 if count != of_group:
                     raise PackingError(
                         f"{where} has {PREFIX_COLUMN} {count}, and row {before} of the same "
-                        f"{GROUP_COLUMN} {of_group}; documents of a group have one prefix"
+                        f"{GROUP_COLUMN} {of_group}; documents of a group have one prefix, the one that all of them "
+                        "begin with (training shares longer ones, too)"
                     )
             names.append(name)
             prefixes.append(count)
@@ -104,7 +106,11 @@ class Groups:
             unshared: why not; empty if they do.
         """
         counts = self.counts
-        ending = f", but share no prefixes: {unshared}" if unshared else "; distca's ways compute their prefixes once"
+        ending = (
+            f", but share no prefixes: {unshared}"
+            if unshared
+            else "; distca's ways compute their prefixes once (placed loss: if these have no labels to learn)"
+        )
         return f"{counts.total():,} documents in {len(counts):,} groups begin alike{ending}."
 
     def as_json(self, unshared: str) -> dict[str, object]:
@@ -161,10 +167,17 @@ class Groups:
         return [] if few else hashes
 
 
+def _cell(value: object) -> object:
+    """Returns a cell of a table. If some cells of a column are empty, pandas has made whole numbers floating-point."""
+    if isinstance(value, float) and (isnan(value) or value.is_integer()):
+        return None if isnan(value) else int(value)
+    return value.strip().removesuffix(".0") if isinstance(value, str) else value
+
+
 def _whole(value: object) -> int | None:
     """Returns a whole number, or its digits as one; 0 for an empty cell, and None for anything else."""
     if value is None or value == "":
         return 0
-    if isinstance(value, str) and value.strip().isdecimal() and value.isascii() and len(value) < 32:
+    if isinstance(value, str) and value.isdecimal() and value.isascii() and len(value) < 32:
         return int(value)
     return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None

@@ -108,7 +108,8 @@ class SharingFigures:
         else:
             words += (
                 f"{self.saved_share:.1%} of the tokens are not computed again. Prefixes are shared from "
-                f"{self.request.least_tokens} tokens on (shared_prefix_tokens); results return. Groups are dealt as "
-                "TRL's GRPO trainer deals them."
+                f"{self.request.least_tokens} tokens on (shared_prefix_tokens); results return. With placed loss "
+                "they are shared if they have no labels to learn, as is assumed here. Groups are dealt as TRL's GRPO "
+                "trainer deals them."
             ).replace("%", " %")
         return block("shared prefixes, mean of a micro-batch", table, words)

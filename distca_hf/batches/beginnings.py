@@ -1,6 +1,6 @@
-"""Beginnings of documents: hashes by which ranks find out which documents begin alike.
+"""Beginnings of documents: hashes, from which ranks know which documents begin alike.
 
-A hash is of everything that layers compute from: tokens, their positions and kinds, and images or videos.
+A hash is of everything that layers compute from: tokens, their positions and kinds, images and videos.
 
     tokens    a  a  I  I  I  I  b  |  a  I  I  c  I  I        two documents
     images          ─────0────           ─1──     ─2──        features take the places of I, in the order of the batch
@@ -8,13 +8,13 @@ A hash is of everything that layers compute from: tokens, their positions and ki
 The hash of an image is added to the number of its first token. So documents share a prefix with images only if all
 numbers of these images are equal.
 
-How many tokens an image has follows from forms that are known:
+Known forms of a batch say how many tokens an image has:
 
-- patches with a grid `[time, height, width]`: tokens are patches divided by one number;
-- images or tiles of one size: all have equally many tokens;
-- images padded to one size, with their own sizes: tokens are areas divided by a square, if sizes are multiples of it.
+- patches with a grid `[time, height, width]`: the number of patches, divided by a number;
+- images or tiles of one size: equally many for all;
+- images padded to one size, with their own sizes: the area, divided by a square whose side divides all sizes.
 
-If a batch has another form, or documents do not end where images do, its documents share nothing.
+If a batch has another form, or an image in two documents, its documents share nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ from distca_hf.prefixes import hashes_of, random_factors
 
 
 class Media(NamedTuple):
-    """Names of a batch's entries with its images, or with its videos.
+    """Names of a batch's entries for images, or for videos.
 
     Attributes:
         values: floating-point pixels.
@@ -49,19 +49,19 @@ class Media(NamedTuple):
 IMAGES = Media("pixel_values", "image_grid_thw", ("image_sizes",))
 VIDEOS = Media("pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",))
 VALUES = (IMAGES.values, VIDEOS.values)
-# Powers of it are factors in the number of a token: the first ones of its positions, `OF_KINDS` of its kind (text,
+# Its powers are factors in the number of a token: the first ones of positions, that of `OF_KINDS` of the kind (text,
 # image or video). It is odd, so that no bit of a position is lost.
 ODD_FACTOR, OF_KINDS = 0x4F1BBCDCBFA53E0B, 10
 # Entries of a batch that are read for the hashes of its media.
 OF_ITEMS = (IMAGES.grid, *IMAGES.others, VIDEOS.grid, *VIDEOS.others)
-# Seeds of the factors of hashes: of the numbers in a row, of what describes an item, of the rows in the first channel.
+# Seeds of factors: of the numbers in a row, of what describes an item, of the rows in the first channel.
 IN_ROW, DESCRIBED, OF_ROWS = 46, 47, 48
 # Rows that are hashed at once: few enough for a processor's cache.
 ROWS = 64
 
 
 class _UnknownMediaError(Exception):
-    """It is not known which tokens belong to an image; the message says why."""
+    """Says why it is not known which tokens belong to an image."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Placeholders:
     """Tokens whose embeddings are replaced by features.
 
     Attributes:
-        image, video: the token; None if the model has none.
-        has_sizes: whether the tower cuts images to their own size.
+        image, video: the token; None if the model has no such token.
+        has_sizes: whether the tower crops images to their own size.
     """
 
     image: int | None = None
@@ -79,13 +79,12 @@ class Placeholders:
 
 
 class Beginnings(NamedTuple):
-    """What is known of the beginnings of documents.
+    """What ranks know of the beginnings of documents.
 
     Attributes:
-        hashes: of all documents (`prefixes.hashes_of`); None if they cannot be shared.
-        unlearnt: `[documents]` number of tokens at the beginning of each document that predict no label to learn; None
-            without labels.
-        unshared: why documents must not share prefixes, because of their images; empty if they may.
+        hashes: of all documents (`prefixes.hashes_of`); None if the batch was not hashed.
+        unlearnt: `[documents]` number of first tokens that predict no label to learn; None without labels.
+        unshared: why images keep documents from sharing prefixes; empty if they may share.
     """
 
     hashes: IntArray | None = None
@@ -109,7 +108,7 @@ def beginnings_of(
     Args:
         batch: on the host, except values of images and videos.
         sums: what `row_sums_of` returned, on the host.
-        pack: picks the values of all documents' tokens from a column `[B, L]`.
+        pack: picks the tokens of documents from a column `[B, L]`.
         lengths: `[documents]` tokens of each document.
         least_tokens: shortest prefix that documents share.
         placeholders: tokens of the model that features of images and videos replace.
@@ -145,7 +144,7 @@ def _factor(power: int) -> np.int64:
 
 
 def row_sums_of(batch: Batch) -> dict[str, torch.Tensor]:
-    """Returns a hash of each row of images and videos, int64 `[rows]`, on their device; does not wait."""
+    """Returns a hash of each row of images and videos, int64 `[rows]`, on their device. Does not wait."""
     found = {name: batch[name] for name in media_of(batch) if name in VALUES}
     rows = {name: values for name, values in found.items() if isinstance(values, torch.Tensor) and values.ndim > 1}
     return {name: _row_sums(values) for name, values in rows.items()}
@@ -154,23 +153,24 @@ def row_sums_of(batch: Batch) -> dict[str, torch.Tensor]:
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
     rows = values.detach().contiguous().flatten(0, -2)
     width = rows.shape[1] * rows.element_size()
-    # The widest integers into which rows divide; they also have to divide the offset of the first row.
-    borders = width | (int(rows.storage_offset()) * rows.element_size())
-    word = next(word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if borders % word.itemsize == 0)
-    words = rows.view(word)
+    # Rows are hashed as the widest integers into which they divide.
+    dtype = next(one for one in (torch.int64, torch.int32, torch.int16, torch.uint8) if width % one.itemsize == 0)
+    if int(rows.storage_offset()) * rows.element_size() % dtype.itemsize:
+        rows = rows.clone()
+    numbers = rows.view(dtype)
     if values.device.type != "cpu":
-        factors = torch.from_numpy(random_factors(words.shape[1], IN_ROW)).to(values.device, non_blocking=True)
-        return torch.cat([_sums(part.to(torch.int64), factors) for part in words.split(64 * ROWS)])
-    of_host, factors_of_host = words.numpy(), random_factors(words.shape[1], IN_ROW)
+        factors = torch.from_numpy(random_factors(numbers.shape[1], IN_ROW)).to(values.device, non_blocking=True)
+        return torch.cat([_sums(part.to(torch.int64), factors) for part in numbers.split(64 * ROWS)])
+    of_host, factors_of_host = numbers.numpy(), random_factors(numbers.shape[1], IN_ROW)
     parts = (of_host[first : first + ROWS].astype(np.int64, copy=False) for first in range(0, len(rows), ROWS))
     return torch.from_numpy(np.concatenate([_sums(part, factors_of_host) for part in parts]))
 
 
-def _sums(words: Any, factors: Any) -> Any:
-    """Returns the sum of each row of int64 words x random factors, modulo 2 ** 64; arrays or tensors."""
-    # Numbers may differ only in their highest bits, as 1.0 and -1.0 do. Products would leave nothing else to differ.
-    # Sums, because the exclusive or of all bits' opposites, as of a negative image in bytes, would be the same.
-    folded = words + (words >> 32)
+def _sums(numbers: Any, factors: Any) -> Any:
+    """Returns the sum of each row of int64 numbers x random factors, modulo 2 ** 64; arrays or tensors."""
+    # Numbers may differ only in their highest bits, as 1.0 and -1.0 do, and so would products. So these bits are added
+    # to lower ones. An exclusive or would not tell an image in bytes from its negative.
+    folded = numbers + (numbers >> 32)
     folded += folded >> 23
     folded *= factors
     return folded.sum(1)
@@ -183,6 +183,7 @@ def _media_numbers(
 
     Args:
         tokens: `[tokens]` of all documents, without padding.
+        lengths: `[documents]` tokens of each document.
 
     Raises:
         _UnknownMediaError: it is not known which tokens belong to an image.
@@ -233,7 +234,7 @@ def _items(
         _UnknownMediaError: it is not known which tokens belong to an image.
     """
     values = given[media.values]
-    columns = {name: _numbers(column) for name, column in given.items() if name != media.values}
+    columns = {name: as_int64(column).numpy() for name, column in given.items() if name != media.values}
     sizes, shape, channels = columns.get("image_sizes"), values.shape[1:], values.shape[1] if values.ndim == 4 else 1
     if (grid := columns.get(media.grid)) is not None and grid.ndim == values.ndim == 2:
         amounts = rows = grid.prod(axis=1)
@@ -268,8 +269,6 @@ def _is_empty(values: Any) -> bool:
     return values.numel() == 0 if isinstance(values, torch.Tensor) else values in ([], ())
 
 
-def _numbers(column: torch.Tensor) -> IntArray:
+def as_int64(column: torch.Tensor) -> torch.Tensor:
     """Returns a column as int64, floating-point numbers by their bits."""
-    is_float = column.is_floating_point()
-    numbers: IntArray = (column.double().view(torch.int64) if is_float else column.to(torch.int64)).numpy()
-    return numbers
+    return column.double().view(torch.int64) if column.is_floating_point() else column.to(torch.int64)

@@ -41,8 +41,17 @@ from distca_hf.batches.batch_documents import (
     padded_rows,
     tokens_of,
 )
-from distca_hf.batches.beginnings import NO_BEGINNINGS, ODD_FACTOR, OF_ITEMS, Placeholders, beginnings_of, row_sums_of
+from distca_hf.batches.beginnings import NO_BEGINNINGS, Placeholders, beginnings_of, row_sums_of
 from distca_hf.batches.square_masks import numbered_rows
+from distca_hf.batches.written_batches import (
+    LABELS,
+    Checksums,
+    checksums_of,
+    read_of,
+    sampled,
+    state_of,
+    watched_in,
+)
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
 from distca_hf.telemetry import get_logger
@@ -53,10 +62,6 @@ log = get_logger(__name__)
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
-LABELS = ("labels", "shift_labels")
-# Entries of a batch that are read.
-OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids", *LABELS)
-READ = (*OF_TOKENS, "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *OF_ITEMS)
 
 
 @dataclass
@@ -170,7 +175,7 @@ class ReadDocuments:
         learns_nothing: whether the batch has labels, and all of them are ignored.
         checksum: checksum of tokens, labels and lengths; None if not requested.
         hashes, unlearnt, unshared: see `Beginnings`.
-        tokens_sum: `sum_of_tokens` of the batch; None without hashes.
+        checksums: `checksums_of` the batch; None without hashes.
     """
 
     lengths: IntArray | None
@@ -180,7 +185,7 @@ class ReadDocuments:
     hashes: IntArray | None = None
     unlearnt: IntArray | None = None
     unshared: str = ""
-    tokens_sum: int | None = None
+    checksums: Checksums | None = None
 
     @property
     def known_lengths(self) -> IntArray:
@@ -226,25 +231,21 @@ class DocumentReader:
             tokens = tokens_of(host)
             pack = host if padded is None else {"input_ids": padded.pack(tokens), "cu_seq_lens_q": padded.offsets}
             lengths = self.lengths_of(pack)
-        labels, beginnings = host.get("labels"), NO_BEGINNINGS
+        labels, beginnings, checksums = host.get("labels"), NO_BEGINNINGS, None
         if self.shared_tokens and lengths is not None and "input_ids" in host:
             pack_column = torch.Tensor.flatten if padded is None else padded.pack
             beginnings = beginnings_of(host, sums, pack_column, lengths, self.shared_tokens, self.placeholders)
+            as_given = {name: column for name, column in host.items() if numbered[name] is batch.get(name)}
+            found = checksums_of(as_given, {name: sampled(of_rows) for name, of_rows in sums.items()})
+            checksums = {name: int(checksum) for name, checksum in found.items()}
         return ReadDocuments(
             lengths,
             padded,
             labels is not None and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all()),
             checksum_of(host, lengths) if self.with_checksum else None,
             *beginnings,
-            None if beginnings.hashes is None else int(sum_of_tokens(tokens)),
+            checksums,
         )
-
-
-def sum_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of tokens x factors of their places, modulo 2 ** 64: a scalar int64 on their device. It changes
-    if one token is replaced."""
-    factors = torch.arange(1, tokens.numel() + 1, device=tokens.device) * ODD_FACTOR
-    return (tokens.flatten() * (factors ^ (factors >> 31))).sum()
 
 
 class Reading:
@@ -254,9 +255,9 @@ class Reading:
     """
 
     def __init__(self, reader: DocumentReader, batch: Batch) -> None:
-        needed = _read_of(batch) | {name: batch[name] for name in media_of(batch)}  # all else may be large
+        needed = read_of(batch) | {name: batch[name] for name in media_of(batch)}  # all else may be large
         self._unread: tuple[DocumentReader, Batch] | None = reader, needed
-        self._collated = _tensors_of(batch)
+        self._collated = state_of(batch)
 
     @cached_property
     def documents(self) -> ReadDocuments | None:
@@ -264,7 +265,7 @@ class Reading:
         reuse their memory). Its pass then reads its own arguments, and raises what is wrong."""
         assert self._unread is not None
         (reader, batch), self._unread = self._unread, None
-        if _tensors_of(batch) != self._collated:
+        if state_of(batch) != self._collated:
             return None
         try:
             return reader.read(batch)
@@ -307,8 +308,8 @@ def mark(batch: Batch, reading: Reading) -> None:
 
     A reading may hold these very tensors, and a storage that kept a tensor on itself alive would never be freed.
     """
-    marked = weakref.ref(reading), _tensors_of(batch)
-    for value in _watched_in(batch).values():
+    marked = weakref.ref(reading), state_of(batch)
+    for value in watched_in(batch).values():
         setattr(value.untyped_storage(), MARK, marked)
 
 
@@ -324,10 +325,10 @@ def reading_of(batch: Batch) -> Reading | None:
     marked: tuple[weakref.ref[Reading], dict[str, object]] | None = getattr(tokens.untyped_storage(), MARK, None)
     if marked is None or (reading := marked[0]()) is None:
         return None
-    then, now = marked[1], _tensors_of(batch)
+    then, now = marked[1], state_of(batch)
     if any(then.get(name) != value for name, value in now.items()):
         return None
-    if any(getattr(value.untyped_storage(), MARK, None) is not marked for value in _watched_in(batch).values()):
+    if any(getattr(value.untyped_storage(), MARK, None) is not marked for value in watched_in(batch).values()):
         return None  # another tensor, in freed memory
     missing = then.keys() - now.keys()
     if not missing:
@@ -352,7 +353,7 @@ def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
 
 def _on_host(batch: Batch, sums: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Copies the entries that are read to the host, and row sums of media; media stay where they are."""
-    given = _read_of(batch)
+    given = read_of(batch)
     if "input_ids" not in given:
         given["inputs_embeds"] = batch["inputs_embeds"][..., :1].detach()
     on_gpu = next((value for value in (*given.values(), *sums.values()) if value.is_cuda), None)
@@ -363,23 +364,3 @@ def _on_host(batch: Batch, sums: Mapping[str, torch.Tensor]) -> tuple[dict[str, 
     if on_gpu is not None:
         torch.cuda.current_stream(on_gpu.device).record_event().synchronize()
     return {name: batch[name] for name in media_of(batch)} | host, host_sums
-
-
-def _read_of(batch: Batch) -> dict[str, torch.Tensor]:
-    """Returns the tensors that are read, by name."""
-    return {name: value for name in READ if isinstance(value := batch.get(name), torch.Tensor)}
-
-
-def _watched_in(batch: Batch) -> dict[str, torch.Tensor]:
-    """Returns the tensors that are read or hashed, by name."""
-    media = {name: value for name in media_of(batch) if isinstance(value := batch[name], torch.Tensor)}
-    return _read_of(batch) | media
-
-
-def _tensors_of(batch: Batch) -> dict[str, object]:
-    """Returns address, shape, strides and version of the tensors that are read or hashed, and whether there are
-    media."""
-    return {"media": bool(media_of(batch))} | {
-        name: (value.data_ptr(), value.shape, value.stride(), -1 if value.is_inference() else value._version)
-        for name, value in _watched_in(batch).items()
-    }

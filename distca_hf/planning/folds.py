@@ -1,21 +1,21 @@
 """Folds: which ranks compute the states within cut documents, and what they exchange to do so.
 
-Over the tokens of a fragment a state is an affine map, S_out = M S_in + B. Ranks make this summary (M, B) without
-knowing S_in, and a chain of summaries gives every state:
+Over the tokens of a fragment a state changes by an affine map, S_out = M S_in + B. Ranks compute this summary (M, B)
+without knowing S_in, and a chain of summaries gives every state:
 
     state before f1    B0
     state before f2    M1 B0 + B1
     state before f3    M2 (M1 B0 + B1) + B2
 
-If documents share a prefix, its last fragment is before several others, and chains are the paths of a tree.
+If documents share a prefix, several fragments follow its last one, and chains are the paths of a tree.
 
-This work can be divided in two ways:
+Ranks divide this work in one of two ways:
 
-    by ranks    every summary goes to each rank with a later fragment, which folds what it needs
+    by ranks    a summary goes to each rank with a later fragment, which folds what it needs
     by heads    ranks of a tree divide its heads: summaries of a head go to one rank, which folds them and returns
-                states. One exchange more; what a rank sends does not grow with the number of ranks
+                states. This takes one more exchange, but what a rank sends does not grow with the number of ranks
 
-Either way, ranks exchange units: summaries or states of all heads, or of one head.
+Ranks exchange units: summaries or states of all heads, or of one head.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ MOST_HEADS = 128
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Items that this rank sends and receives. Items from one rank arrive in an order that both ranks derive.
+    """Items that this rank sends and receives. Both ranks derive the order in which items arrive.
 
     Attributes:
         sent: int64, indices of items of this rank, grouped by destination.
@@ -47,7 +47,7 @@ class Route:
 
 
 def route_of(source: IntArray, item: IntArray, destination: IntArray, rank: int, num_ranks: int) -> Route:
-    """Returns the route of one rank, given items in an order that all ranks know. No item may stay on its rank."""
+    """Returns the route of one rank. All ranks give items in the same order. No item may stay on its rank."""
     sends = source == rank
     by_destination = np.argsort(destination[sends], kind="stable")
     counts = (np.bincount(x, minlength=num_ranks) for x in (destination[sends], source[destination == rank]))
@@ -56,15 +56,15 @@ def route_of(source: IntArray, item: IntArray, destination: IntArray, rank: int,
 
 @dataclass(frozen=True, eq=False)
 class CutFragments:
-    """Fragments of all documents, by tree, each after those before it; the same on all ranks.
+    """Fragments of all documents, tree after tree, in the order of their tokens; the same on all ranks.
 
     Attributes:
-        tree: int64 `[fragments]`, 0, 1, ... in this order; equal for fragments that follow the same first one.
+        tree: int64 `[fragments]`, 0, 1, ... in this order. Fragments of a tree follow the same first one.
         rank: int64 `[fragments]`, the rank that holds the fragment.
-        before: int64 `[fragments]`, number of the fragment before it; -1 for the first one of a tree. Several may
-            follow one.
-        summary_number: int64 `[fragments]`, number of its summary among its rank's summaries; -1 for a fragment that
-            none follows.
+        before: int64 `[fragments]`, number of the fragment before it; -1 for the first one of a tree. Several
+            fragments may follow the same one.
+        summary_number: int64 `[fragments]`, number of its summary among its rank's summaries; -1 for a fragment
+            without a following one.
         state_number: int64 `[fragments]`, number of the state before it among its rank's states; -1 for the first
             fragment of a tree.
         num_ranks: ranks of the micro-batch.
@@ -83,17 +83,18 @@ class Fold:
     """What one rank exchanges and computes to get the states before its fragments.
 
     Attributes:
-        heads: heads into which units are divided; None if a unit is all heads.
+        heads: number of heads, if each is a unit; None if all heads are one unit.
         gathered: route of units of summaries.
-        placed: int64, places in `[units of this rank | units received]`: the summaries of first fragments, then of
-            those that follow them, and so on.
-        steps: how many summaries are first ones, follow these, and so on.
-        before: int64, for each summary after the first step, the place in the step before of the state before it.
-        branches: whether `before` is needed. Without shared prefixes these are simply the first states of the step
-            before, because longer chains come first.
-        returned: route of units of states, numbered in the order of their computation, like `placed`; empty by ranks.
+        placed: int64, places in `[units of this rank | units received]`: step by step, summaries of first fragments,
+            then of fragments that follow them, and so on.
+        steps: number of summaries of each step.
+        before: int64, for each summary after the first step, the place of the state before it in the step before.
+        branches: whether `before` is needed. Without shared prefixes these are the first states of the step before,
+            because longer chains come first.
+        returned: route of units of states, numbered as they are computed, like `placed`; empty by ranks.
         states: int64 `[states * units]` places in `[units computed | units received]`, in the order of states.
-        busiest: most units of summaries that a rank sends or receives, plus most of states; the same on all ranks.
+        busiest: most units of summaries that any rank sends or receives, plus most units of states; the same on all
+            ranks.
     """
 
     heads: int | None
@@ -113,7 +114,7 @@ class Fold:
         Args:
             heads: number of a layer's heads, which ranks of a tree divide; None to divide by ranks.
         """
-        # 1. All summaries that any rank folds, and the rank; each once on a rank.
+        # 1. All summaries that ranks fold, and by which rank. A rank folds a summary once.
         units = 1 if heads is None else heads
         fragment, unit, folder = _folded_by_ranks(cut) if heads is None else _folded_by_heads(cut, heads)
         key, source = fragment * units + unit, cut.rank[fragment]
@@ -121,7 +122,7 @@ class Fold:
         travels = source != folder
         gathered = route_of(source[travels], summary[travels], folder[travels], rank, cut.num_ranks)
 
-        # 2. The order in which this rank folds: step by step, the longest chains first.
+        # 2. This rank folds step by step, and the longest chains first.
         mine = folder == rank
         place = np.where(travels, -1, summary)[mine]
         own_units = units * int((cut.summary_number[cut.rank == rank] >= 0).sum())
@@ -139,7 +140,7 @@ class Fold:
         before = before - np.repeat(exclusive_cumsum(steps)[:-1], steps[1:])
         branches = not np.array_equal(before, ranges(0, steps[1:]))
 
-        # 3. Each state goes to the ranks whose fragments follow. If ranks fold for themselves, it is there already.
+        # 3. Each state goes to the ranks whose fragments follow. By ranks, it is there already.
         follows = np.flatnonzero(cut.before >= 0)
         needs = np.repeat(follows, units)
         unit = np.tile(np.arange(units), len(follows))
@@ -159,8 +160,8 @@ class Fold:
 
 
 def cheaper(by_ranks: Fold, by_heads: Callable[[], Fold], heads: int, head_bytes: int) -> Fold:
-    """Returns the fold by heads if it saves the busiest rank more than `LEAST_SAVED_BYTES`, which pays for one more
-    exchange; otherwise the fold by ranks. States count as much as summaries, which overestimates the fold by heads.
+    """Returns the fold by heads if it saves the busiest rank more than `LEAST_SAVED_BYTES`, the price of one more
+    exchange; otherwise the fold by ranks. States count like summaries, which overestimates the fold by heads.
 
     Args:
         heads: heads of the layer.
@@ -174,19 +175,19 @@ def cheaper(by_ranks: Fold, by_heads: Callable[[], Fold], heads: int, head_bytes
 
 
 def _busiest(source: IntArray, target: IntArray) -> int:
-    """Returns the most items that any rank sends or receives."""
+    """Returns how many items the busiest rank sends or receives."""
     return max(int(np.bincount(ranks).max(initial=0)) for ranks in (source, target))
 
 
 def _arrival(source: IntArray) -> IntArray:
-    """Returns the position in which each item arrives, given the source ranks of items."""
+    """Returns the position at which each item arrives, given its source rank."""
     arrival = np.empty(len(source), dtype=np.int64)
     arrival[np.argsort(source, kind="stable")] = np.arange(len(source))
     return arrival
 
 
 def _jumps(before: IntArray) -> Iterator[IntArray]:
-    """Yields the fragment before each one, the second one before it, the fourth, and so on; -1 if there is none."""
+    """Yields the fragment before each one, then the second before it, the fourth, and so on; -1 if there is none."""
     while (before >= 0).any():
         yield before
         before = np.where(before >= 0, before[before], -1)
@@ -201,7 +202,7 @@ def _numbers_in_chains(before: IntArray) -> IntArray:
 
 
 def _folded_by_ranks(cut: CutFragments) -> tuple[IntArray, IntArray, IntArray]:
-    """Returns fragment, unit and folding rank of each summary. Every rank folds all fragments before its own."""
+    """Returns fragment, unit and folding rank of each summary. A rank folds all fragments before its own ones."""
     follows = np.flatnonzero(cut.before >= 0)
     is_folded = np.zeros(len(cut.rank) * cut.num_ranks, dtype=bool)
     is_folded[cut.before[follows] * cut.num_ranks + cut.rank[follows]] = True
@@ -213,14 +214,14 @@ def _folded_by_ranks(cut: CutFragments) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def _folded_by_heads(cut: CutFragments, heads: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Returns the same, of each head; these are folded once. The k-th of D ranks that hold parts of a tree folds heads
-    k H / D to (k + 1) H / D, counted from another rank in every tree."""
+    """Returns the same for heads, each of which one rank folds. The k-th of D ranks that hold parts of a tree folds
+    heads k H / D to (k + 1) H / D; every tree counts from another rank."""
     pairs = np.unique(cut.tree * cut.num_ranks + cut.rank)
     holders = np.bincount(pairs // cut.num_ranks)
     followed = np.flatnonzero(cut.summary_number >= 0)
     fragment, unit = np.repeat(followed, heads), np.tile(np.arange(heads), len(followed))
     tree = cut.tree[fragment]
-    # Start from another rank in each tree: otherwise few heads would always go to the same ranks.
+    # If all trees counted from one rank, few heads would always go to the same ranks.
     turn = ((unit + 1) * holders[tree] - 1) // heads
     folder = pairs[exclusive_cumsum(holders)[tree] + (turn + tree) % holders[tree]] % cut.num_ranks
     return fragment, unit, folder

@@ -10,16 +10,16 @@ each fragment the state before it.
     first            sends a summary, needs no state     followed
     middle           sends a summary, needs a state      followed
     last             sends no summary, needs a state
-    halo of f2       the tokens just before it, wherever they are: a convolution sees them
+    halo of f2       the tokens just before it, on any rank: a convolution sees them
 
-If documents share a prefix (`prefixes`), its holder is cut where others continue it, and all of these follow one
-fragment:
+If documents share a prefix (`prefixes`), the document that holds it is cut after the prefix, and all of them follow
+that fragment:
 
     d0    | prompt | answer 0 |                d0 is cut after the prompt: f0 | f1
-    d1             | answer 1 |                also follows f0
-    d2             | answer 2 | more 2 |
+    d1             | answer 1 |                follows f0, too
+    d2             | answer 2 | more 2 |       follows f0, too
 
-All this follows from the layout, so every rank derives the same.
+Every rank derives all this from the layout.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from distca_hf.planning.folds import CutFragments, Route, route_of
 from distca_hf.prefixes import POSITIONS
 
 
-# Whole documents and padding; fragments that others follow; last fragments of documents.
+# Whole documents and padding; fragments that others follow; fragments that none follows.
 GroupName = Literal["whole", "followed", "last"]
 GROUPS: tuple[GroupName, ...] = ("whole", "followed", "last")
 
@@ -45,14 +45,14 @@ class Halo:
     """How a convolution over W tokens sees the tokens before each segment of this rank.
 
     The first W - 1 tokens of a segment are convolved again, in a window of 2 (W - 1) tokens: W - 1 before the segment,
-    then its own. Windows at the start of a document begin with zeros, and windows of short segments end with zeros.
+    then its own. Windows begin with zeros if the document begins there, and end with zeros if the segment is short.
 
     Attributes:
         tokens: W - 1.
         route: route of rows.
         taken: int64, this rank's rows in windows.
         windows: int64 `[segments * 2 (W - 1)]` places in `[rows taken | rows received | one row of zeros]`.
-        kept: int64 `[tokens]` places of convolved tokens among `[segments * (W - 1)]`.
+        kept: int64 `[tokens]` places of tokens that exist, among `[segments * (W - 1)]`.
         rows: int64 `[tokens]` this rank's rows of these tokens.
     """
 
@@ -81,9 +81,9 @@ class Fragments:
         runs: all rows, in their order.
         groups: int64 `[parts]` tokens of each group's documents or fragments, in row order; padding counts as a
             document.
-        middle_numbers: numbers of the followed fragments that follow others.
-        cut: fragments of all ranks. Each rank makes summaries of its followed fragments. It needs states before its
-            middle fragments, then before its last ones; each in row order.
+        middle_numbers: numbers of middle fragments among the followed ones.
+        cut: fragments of all ranks. Each rank makes summaries of its followed fragments, in row order. It needs states
+            before its middle fragments, then before its last ones, both in row order.
         halo: halo of convolutions.
     """
 
@@ -116,7 +116,7 @@ class Fragments:
         tree = document if layout.shared is None else layout.shared.root[document]
         fragments = np.lexsort((document, start, tree))
         fragments = fragments[(follows | is_followed)[fragments]]
-        number = np.full(len(start) + 1, -1)  # the last entry is that of no fragment
+        number = np.full(len(start) + 1, -1)  # the last entry stands for no fragment
         number[fragments] = np.arange(len(fragments))
         runs, groups, middle = _groups(layout, rank, follows, is_followed)
         cut = CutFragments(
@@ -150,7 +150,7 @@ def _cut_where_others_continue(layout: Layout) -> Layout:
 
 
 def _finder(layout: Layout) -> Callable[[IntArray, IntArray], IntArray]:
-    """Returns a function of documents and positions that finds the segments with the rows of these tokens."""
+    """Returns a function that finds the segments which hold tokens, given their documents and positions."""
     order = np.lexsort((layout.segment_start, layout.segment_document))
     keys = layout.segment_document[order] * POSITIONS + layout.segment_start[order]
     shared = layout.shared
@@ -167,7 +167,7 @@ def _numbers(layout: Layout, *chosen: BoolArray) -> IntArray:
     """Returns `[segments]` numbers of the chosen segments on their ranks, in row order; -1 for others.
 
     Args:
-        chosen: disjoint choices; numbers of the second follow those of the first.
+        chosen: disjoint choices. On a rank, the first choice is numbered first.
     """
     segments = np.concatenate([np.flatnonzero(one) for one in chosen])
     choice = np.repeat(np.arange(len(chosen)), [int(one.sum()) for one in chosen])
@@ -182,7 +182,7 @@ def _numbers(layout: Layout, *chosen: BoolArray) -> IntArray:
 def _groups(
     layout: Layout, rank: int, follows: BoolArray, is_followed: BoolArray
 ) -> tuple[tuple[Run, ...], dict[GroupName, IntArray], list[int]]:
-    """Returns the runs and groups of a rank, and numbers of middle fragments."""
+    """Returns `Fragments.runs`, `groups` and `middle_numbers` of a rank."""
     held = layout.segments_of(rank)
     tokens, later = layout.segment_tokens[held], follows[held]
     whole, followed, last = map(GROUPS.index, GROUPS)
@@ -200,7 +200,7 @@ def _groups(
 def _halo(layout: Layout, rank: int, find: Callable[[IntArray, IntArray], IntArray], halo_tokens: int) -> Halo:
     """Returns the halo of a rank's segments."""
     start, document = layout.segment_start, layout.segment_document
-    # Tokens before the segments of all ranks: -halo_tokens, ..., -1 of each, as far as its document goes back.
+    # Up to halo_tokens before each segment of all ranks, as far as its document goes back.
     segment = np.repeat(np.arange(len(start)), np.minimum(start, halo_tokens))
     position = ranges(np.maximum(start - halo_tokens, 0), np.minimum(start, halo_tokens))
     held_by = find(document[segment], position)

@@ -1,11 +1,11 @@
-"""Buckets: batches of documents of about the same length, for functions that do not support packed rows.
+"""Buckets: documents of similar lengths in padded batches, for functions that cannot take packed rows.
 
     rows of the pack    | d0 d0 d0 d0 d0 | d1 d1 | d2 d2 d2 d2 d2 d2 | padding |
     batches             | d0 d0 d0 d0 d0  · |       | d1 d1 |
                         | d2 d2 d2 d2 d2 d2 |
 
-Documents are gathered into batches with padding on the right, and results are scattered back. If no token depends on
-later ones, padding after a document changes nothing.
+Documents are gathered into batches with padding on the right, and results are scattered back. Tokens must not depend
+on later ones, so that padding changes nothing.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ import torch
 from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
 
 
-# Shorter documents share one batch: padding costs less than a call.
+# Shorter documents share a batch, because padding costs less than a call.
 SHORT_TOKENS = 64
 
 
 class Bucket(NamedTuple):
-    """Documents of about the same length.
+    """Documents of similar lengths.
 
     Attributes:
         documents, longest_tokens: sizes of the padded batch.
         numbers: int64 `[documents]` their numbers among all documents.
-        rows: int64 `[tokens]` rows of the pack.
-        places: int64 `[tokens]` their places in the padded batch, counted row by row.
+        rows: int64 `[tokens]` rows of their tokens in the pack.
+        places: int64 `[tokens]` places of their tokens in the padded batch, counted row by row.
     """
 
     documents: int
@@ -38,19 +38,19 @@ class Bucket(NamedTuple):
     places: torch.Tensor
 
     def gathered(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns `[documents, longest_tokens, ...]`, padded with zeros, of `[tokens, ...]`."""
+        """Returns `[documents, longest_tokens, ...]` of `[tokens, ...]`, padded with zeros."""
         padded = flat.new_zeros(self.documents * self.longest_tokens, *flat.shape[1:])
         padded = padded.index_copy(0, self.places, flat.index_select(0, self.rows))
         return padded.unflatten(0, (self.documents, self.longest_tokens))
 
 
 class Buckets:
-    """Documents in batches of about the same length.
+    """Divides documents into buckets.
 
     Args:
         document_tokens: `[documents]` lengths.
-        rows: `[tokens]` row of each token of these documents; None for consecutive rows.
         device: device of the tokens.
+        rows: `[tokens]` rows of the documents' tokens; None for consecutive rows.
     """
 
     def __init__(self, document_tokens: IntArray, device: torch.device, rows: IntArray | None = None) -> None:
@@ -67,10 +67,10 @@ class Buckets:
             self._buckets.append(Bucket(len(chosen), longest, *(to_device(index, device) for index in indices)))
 
     def run(self, function: Callable[[Bucket], torch.Tensor], num_rows: int) -> torch.Tensor:
-        """Runs a function on every batch of documents.
+        """Runs a function on every bucket.
 
         Args:
-            function: returns `[documents, longest_tokens, ...]` of a bucket, whose rows it gathers.
+            function: gathers the rows of a bucket, and returns `[documents, longest_tokens, ...]`.
 
         Returns:
             `[num_rows, ...]` its results; 0 in rows outside documents.

@@ -1,13 +1,13 @@
 """Carried states: what layers with a state exchange for cut documents, on the device.
 
-    rows of a rank    | d0[40:90] | d1 | d0[0:8] | d2 |      one call of a layer for all of them
-    halo              tokens just before each segment, from wherever they are; zeros before a document
-    summary           (M, B) of a fragment, to the ranks that fold it (`planning.folds`)
+    rows of a rank    | d0[40:90] | d1 | d0[0:8] | d2 |      a layer is called once for all
+    halo              tokens just before each segment, from any rank; zeros before a document
+    summary           (M, B) of a fragment, sent to the ranks that fold it (`planning.folds`)
     chain             S = B0, then M1 S + B1, ... in document order, in fp64; several fragments may follow one
-    state             to the rank of the next fragment, only if ranks divide heads; nothing hides this exchange
+    state             sent to the rank of the next fragment if ranks divide heads; nothing hides this exchange
 
 Every rank, even without fragments, starts the same exchanges in every layer, and the mirrored ones in backward. An
-exchange is two functions of autograd: what runs between them hides it in both directions:
+exchange is two functions of autograd. What runs between them hides it in both directions:
 
     forward     Dispatch ──▶ whole documents ──▶ Arrive ──▶ chain ──▶ output
     backward    Dispatch ◀── whole documents ◀── Arrive ◀── chain ◀── output
@@ -40,7 +40,7 @@ After = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 class CarriedRows:
     """The rows of one forward pass, as layers with a state see them.
 
-    This is not a tuple, mapping or dataclass: wrappers look into these in a model's arguments, and copy them.
+    This is not a tuple, mapping or dataclass: wrappers copy these if they are arguments of a model.
     """
 
     def __init__(self, plan: LivePlan) -> None:
@@ -90,8 +90,7 @@ class CarriedRows:
     def convolved(
         self, x_1CT: torch.Tensor, convolve: Callable[[torch.Tensor], torch.Tensor], where: str
     ) -> torch.Tensor:
-        """Returns `[1, C, T]` of a causal convolution in which every segment sees only the tokens before it in its
-        document.
+        """Returns a causal convolution `[1, C, T]` in which segments see earlier tokens of their documents only.
 
         Args:
             convolve: a causal convolution of `[N, C, L]`, over at most one token more than halos hold.
@@ -115,7 +114,7 @@ class CarriedRows:
         """Starts to send summaries of this rank's followed fragments; a collective call.
 
         Args:
-            summaries: `[n, H, ...]` in row order. Even if empty, they need gradients if another rank's summaries may.
+            summaries: `[n, H, ...]` in row order. They require gradients, even if empty, if another rank's may.
         """
         heads = summaries.shape[1]
         head_bytes = summaries.element_size() * math.prod(summaries.shape[2:])
@@ -154,10 +153,10 @@ class SentSummaries:
     def states(self, after: After) -> tuple[torch.Tensor, torch.Tensor]:
         """Waits for the summaries of other ranks, and for states if ranks divide heads; a collective call.
 
-        Chains are computed in fp64: neither autocast nor TF32 changes them, and they cost next to nothing.
+        Chains are computed in fp64, which neither autocast nor TF32 changes. They cost next to nothing.
 
         Returns:
-            `[n, H, ...]` states before this rank's middle and last fragments; and what arrived, see `tied`.
+            `[n, H, ...]` states before this rank's middle and last fragments; and what arrived, for `tied`.
         """
         arrived = self._sent.wait()
         fold, heads = self._fold, self._fold.on_host.heads
@@ -188,10 +187,10 @@ class _Travel:
         self._sent_counts, self._received_counts = (x[: self._transport.world_size].tolist() for x in counts)
         self._layer, self._micro_batch = where, plan.micro_batch
         self._under_way: Exchange | None = None
-        self._is_nested = backward_number() >= 0  # reentrant checkpointing differentiates inside a backward pass
+        self._is_nested = backward_number() >= 0  # reentrant checkpointing differentiates within backward
 
     def start(self, items: torch.Tensor) -> None:
-        """Starts to send items of this rank, unless a checkpointed region saved what arrived in forward."""
+        """Starts to send items of this rank, unless a checkpointed region has saved what arrived in forward."""
         if is_saved(current_run(), of_states=True):
             return
         exchange = f"{self._layer} {items.dtype} {[*items.shape[1:]]}"
@@ -200,7 +199,7 @@ class _Travel:
 
     def received(self) -> torch.Tensor:
         """Returns the items of other ranks, by rank."""
-        (items,) = outputs_in(current_run(), lambda: (self._wait(),), of_states=True)
+        (items,) = outputs_in(current_run(), lambda: (self.wait(),), of_states=True)
         return items
 
     def start_back(self, gradients: torch.Tensor) -> None:
@@ -208,28 +207,24 @@ class _Travel:
         self._pass.begin_backward_of_rows(goes_on=self._is_nested)
         self._exchange(gradients.contiguous(), self._received_counts, self._sent_counts, "backward")
 
-    def gradients(self) -> torch.Tensor:
-        """Returns gradients of the items sent."""
-        return self._wait()
-
     def _exchange(self, items: torch.Tensor, sent: list[int], received: list[int], phase: str) -> None:
         where = f"micro-batch {self._micro_batch}, {self._layer}, {phase}"
         self._under_way = self._transport.exchange(AllToAll(items, sent, received, where))
 
-    def _wait(self) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
+        """Returns what arrives by the exchange that was started last: items in forward, gradients in backward."""
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         return under_way.wait()
 
 
 class _Picked(torch.autograd.Function):
-    """A tensor, and some of its rows, perhaps several times. Backward adds the gradients of all in max(fp32, their
-    dtype), in one order.
+    """Picks rows of a tensor, perhaps several times, and returns the tensor and these. Backward adds up all gradients
+    in max(fp32, their dtype), in a fixed order.
 
     Args:
         rows: int64, the picked rows.
-        distinct: int64, the picked rows, each once: only these are added up in that dtype; None for all rows of the
-            tensor.
+        distinct: int64, each picked row once, to add up only these in that dtype; None for all rows of the tensor.
         numbers: int64, places of `rows` in `distinct`, or in the tensor.
     """
 
@@ -254,7 +249,7 @@ class _Picked(torch.autograd.Function):
 
 
 def _picked(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a tensor, and some of its rows; backward casts and adds up all rows."""
+    """Returns a tensor, and some of its rows. Backward casts and adds up all rows."""
     picked: tuple[torch.Tensor, torch.Tensor] = _Picked.apply(x, rows, None, rows)
     return picked
 
@@ -270,7 +265,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.travel.gradients()
+        return None, ctx.travel.wait()
 
 
 class _Arrive(torch.autograd.Function):
@@ -288,7 +283,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Tied(torch.autograd.Function):
-    """Returns the first tensor. The second gets no gradient, but its backward pass runs."""
+    """Returns the first tensor. The second one gets no gradient, but its backward pass runs."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
@@ -300,7 +295,7 @@ class _Tied(torch.autograd.Function):
 
 
 def tied(output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-    """Returns the output, whose backward pass also runs the exchange's. Autograd runs only what is on a path to the
-    loss, and a rank without later fragments reads nothing that arrived."""
+    """Returns the output, whose backward pass runs the exchange's, too. Otherwise autograd would not run that on a
+    rank without later fragments, which reads nothing that arrived."""
     tied_output: torch.Tensor = _Tied.apply(output, arrived)
     return tied_output

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_shared_prefixes import GROUP, LEAST_TOKENS, PAIR, Case, packed, padded, words
+from test_shared_prefixes import GROUP, LEAST_TOKENS, PAIR, Case
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,6 +17,7 @@ from distca_hf.integrations.models.forward_watch import watch_of
 from support.given_batches import Batch, Gradients, gradients_of, in_double, own_loss
 from support.models import plain_attention
 from support.ranks import run_ranks
+from support.rows_of_documents import packed, padded, words
 
 
 WITHOUT = padded([words(40, 9), words(50, 19)])

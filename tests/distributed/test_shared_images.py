@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_shared_prefixes import LEAST_TOKENS, in_double, words
+from test_shared_prefixes import LEAST_TOKENS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 import distca_hf
+from distca_hf.batches.read_documents import Reading, mark
+from distca_hf.errors import PackingError
 from distca_hf.integrations.models.forward_watch import watch_of
-from support.given_batches import PATCH, Batch, Gradients, gradients_of
+from support.given_batches import PATCH, Batch, Gradients, gradients_of, in_double
 from support.multimodal import IMAGE_TOKEN, VIDEO_TOKEN, multimodal_model
 from support.ranks import run_ranks
+from support.rows_of_documents import words
 from support.versions import classes_of_today, states_travel
 
 
@@ -296,4 +299,23 @@ def test_one_rank_computes_images_in_shared_prefixes_once(name: str) -> None:
 
     assert [facts.shared_tokens for facts in watch_of(model).planner.history] == [case.shared] * 2
     assert_equal(gradients_of(model), alone("qwen2_5_vl", rows), name)
+    plugin.close()
+
+
+def test_images_that_are_written_to_unseen_are_noticed_in_the_next_pass() -> None:
+    plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
+    model = distca_hf.enable(model_of("qwen2_5_vl", "distca"), plugin)
+    reader = watch_of(model).reader
+    for step in range(3):
+        batch = batch_of("qwen2_5_vl", answers(QUESTION, CAT, TAIL))
+        reading = Reading(reader, batch)
+        mark(batch, reading)
+        assert reading.documents is not None
+        if step == 1:
+            batch["pixel_values"].data[9, 77] += 1
+        if step < 2:
+            loss_of(model, batch).backward()
+            continue
+        with pytest.raises(PackingError, match="the checksum of pixel_values in micro-batch 1 is "):
+            loss_of(model, batch)
     plugin.close()

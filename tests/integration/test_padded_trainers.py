@@ -4,7 +4,7 @@ sdpa, documents longer than a rank's mean are divided, and prompts of several an
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,9 @@ ROWS = 2 * STEPS  # two epochs
 # Of answers, in turn: one is longer than all others together.
 LENGTHS = (20, 4, 9, 30, 6, 200, 3, 12)
 
-# Of any logged number, and of weights after ten steps. All is computed in float64: DPO's loss has a tenth of a row's
+# Of any logged number, and of weights after all steps. All is computed in float64: DPO's loss has a tenth of a row's
 # summed log probabilities, about 600, and RLOO's their difference, which float32 rounds to 6e-5.
-LARGEST_DIFFERENCE = 2e-6
+LARGEST_DIFFERENCE = 1e-11
 # Shortest prompt that is shared.
 LEAST_TOKENS = 16
 # Logged numbers of all steps, weights after them, whether a long document was divided, and tokens that were not
@@ -248,8 +248,6 @@ TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
     "kto": partial(_preferences, KTOTrainer, KTOConfig, ("completion",)),
     "grpo": partial(_grpo, max_steps=MANY_STEPS),
 }
-# On a rank without liked answers it gathers empty tensors of float32.
-TRAINER_OF_FLOAT32 = "kto"
 # Whose batches have several answers to a prompt.
 COMPARED_LONGER = ("dpo", "reward", "grpo", "rloo")
 WITH_PROMPTS = (*COMPARED_LONGER, "sft, one prompt")
@@ -292,6 +290,8 @@ def all_in_double(trainer: Trainer) -> Iterator[None]:
         if getattr(trainer, model, None) is not None:
             getattr(trainer, model).double()
     with ExitStack() as precise:
+        precise.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)  # of the empty tensor that KTO makes on a rank without liked answers
         precise.enter_context(in_double())
         for module in ("chunked_logprob", "chunked_divergence"):
             precise.enter_context(patch(f"trl.kernels.{module}.torch", Torch()))
@@ -303,11 +303,10 @@ def _train(folder: Path, implementation: str, kind: str) -> dict[str, Result]:
     for name, make in (TRAINERS | MORE_TRAINERS if kind == "llama" else TRAINERS).items():
         torch.manual_seed(0)
         trainer = make(folder, implementation)
-        precisely = nullcontext() if name == TRAINER_OF_FLOAT32 else all_in_double(trainer)
         trainer.add_callback(divided := Divided())
         if implementation == "distca":
             distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS).attach(trainer)
-        with precisely:
+        with all_in_double(trainer):
             trainer.train()
         model = trainer.accelerator.unwrap_model(trainer.model)
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -329,16 +328,16 @@ def test_trainers_have_the_losses_of_sdpa(kind: str, tmp_path: Path) -> None:
         expected, expected_weights, *_ = usual[name]
         steps = MANY_STEPS if name.startswith(COMPARED_LONGER) else STEPS
         assert len(logs) == len(expected) == steps + 1, name  # one is of the whole training
-        precise, largest_of_norm = name != TRAINER_OF_FLOAT32, 2e-5
         for number, (log, of_sdpa) in enumerate(zip(logs, expected, strict=True)):
             for key, value in of_sdpa.items():
                 if OF_TIME.search(key) or (number == 0 and key == "rewards/accuracies"):  # all rewards are 0 there
                     continue
-                allowed = LARGEST_DIFFERENCE if precise or key != "grad_norm" else largest_of_norm
-                assert log[key] == pytest.approx(value, rel=allowed, abs=allowed), (name, number, key)
+                expected_value = pytest.approx(value, rel=LARGEST_DIFFERENCE, abs=LARGEST_DIFFERENCE)
+                assert log[key] == expected_value, (name, number, key)
         assert len({log["grad_norm"] for log in logs[:-1]}) > steps / 2, name
         for weight, value in expected_weights.items():
-            allowed = LARGEST_DIFFERENCE if precise else 2e-4
-            torch.testing.assert_close(weights[weight], value, atol=allowed, rtol=0, msg=f"{name}: {weight}")
+            torch.testing.assert_close(
+                weights[weight], value, atol=LARGEST_DIFFERENCE, rtol=0, msg=f"{name}: {weight}"
+            )
         assert divided or of_other_rank[name][2], name
         assert (shared > 0) == name.startswith(WITH_PROMPTS), (name, shared)

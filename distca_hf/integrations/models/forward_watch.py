@@ -21,7 +21,7 @@ from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, fill_empty, reading_of
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.batches.square_masks import is_square, numbered_rows, tokens_in
-from distca_hf.batches.written_tokens import WrittenTokens
+from distca_hf.batches.written_batches import WrittenBatches
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
@@ -95,7 +95,7 @@ class ForwardWatch:
         self._class_name = type(inner).__name__
         self._is_running, self._logged_cache, self._passes_with_gradients = False, False, 0
         self._read: ReadDocuments | None = None
-        self._written = WrittenTokens()
+        self._written = WrittenBatches()
         self._check = ForwardCheck(root, context)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
@@ -329,7 +329,7 @@ class ForwardWatch:
             )
         (read, self._read), reading = (self._read, None), reading_of(batch)
         read = read or (reading and reading.documents) or self.reader.read(batch)
-        self._written.expect(batch, read)
+        self._written.expect(batch, read.checksums)
         self._borders.begin(read.padded)
         return read
 
@@ -343,7 +343,7 @@ class ForwardWatch:
             self.attention_dtype = plan.attention_dtype
             trains = module.training and torch.is_grad_enabled()
             plan.end_forward_pass(trains)
-            self._written.add_up(plan)
+            self._written.check_later(plan)
             if self.planner is not None:
                 self.planner.end_pass()
             if trains and not self.report.written:

@@ -1,14 +1,12 @@
-"""Sharing: whether documents that begin with the same tokens have the same hidden states there, so that layers may
-compute them once.
+"""Sharing: decides whether layers may compute equal beginnings of documents once.
 
-They have, unless something is drawn at random for each row, a batch has more than tokens, positions and images, or
-unknown functions run on rows. Towers make equal features of equal images.
+They may if hidden states are equal there. They may not if something is drawn at random for each row, if a batch has
+more than tokens, positions and images, or if unknown functions run on rows. Equal images have equal features.
 """
 
 import inspect
 import re
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from types import NoneType
 
 import torch
@@ -33,19 +31,19 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Settings of models that are probabilities of dropping something, or amounts of noise; and those of heads.
+# Names of settings that are probabilities of dropping something, or amounts of noise; and of settings of heads.
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
-# Columns of tokens that layers compute from, or that only a loss reads.
+# Columns of tokens that hashes include, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "mm_token_type_ids", "labels", "shift_labels"}
-# Further columns of multimodal models: images, and a number for all rows.
+# Further entries of multimodal batches: images, and a number for all rows.
 OF_IMAGES = {*VALUES, *OF_ITEMS, "num_items_in_batch"}
 # Modules that compute means over rows or images.
 OVER_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# Types of values that are of all rows.
+# Types of entries that are for all rows.
 SINGLE = (bool, int, float, str, torch.dtype, NoneType)
-# Why documents of one rank share nothing; the share that they would save follows.
+# Why documents of one rank share nothing, without the share that they would save.
 FEW_SAVED = f"on one rank rows move only to save {LEAST_SAVED:.0%} of a batch's tokens, and this saves "
-# Packages whose forward functions pass the tokens of a batch to layers as they are, and names of such functions.
+# Packages whose forward functions pass tokens to layers unchanged, and names of such functions.
 KNOWN_FORWARDS = KNOWN_HOOKS | {"liger_kernel"}
 FORWARDS = ("forward", "get_image_features", "get_video_features", "get_placeholder_mask")
 
@@ -57,7 +55,7 @@ class Sharing:
         mixers: layers of the model that carry a state.
 
     Attributes:
-        has_paid: whether documents of an earlier batch shared enough on one rank, so that batches are read ahead.
+        has_paid: whether an earlier batch of one rank shared enough. Then batches are read ahead.
         following: readings of the batches that are known when a step begins.
     """
 
@@ -78,8 +76,8 @@ class Sharing:
         """Returns why documents of a batch must not share prefixes; empty if they may.
 
         Args:
-            is_training: whether the pass trains, so that values may be dropped and embeddings get noise.
-            is_noisy: whether embeddings get noise (NEFTune).
+            is_training: whether values may be dropped, and embeddings get noise.
+            is_noisy: whether embeddings get noise (NEFTune) in training.
         """
         self._latest_refusal = (
             self._refusal or _of_batch(batch, self._is_multimodal) or self._of_modules(is_training, is_noisy)
@@ -87,7 +85,7 @@ class Sharing:
         return self._latest_refusal
 
     def read_ahead(self) -> None:
-        """Reads the batches that follow, if documents of the latest one might share prefixes."""
+        """Reads the batches that follow, if documents of the latest one were allowed to share prefixes."""
         following, self.following = self.following, ()
         for reading in following:
             if reading is not None and not self._latest_refusal:
@@ -96,13 +94,13 @@ class Sharing:
     def found_on_one_rank(
         self, batch: Batch, reader: DocumentReader, is_noisy: bool, returning: Returning
     ) -> ReadDocuments | None:
-        """Returns what was read of a batch that trains on one rank, if its documents are to share prefixes.
+        """Returns what was read of a batch that trains on one rank; None if its documents share no prefixes.
 
-        Returns None if that saves less than a tenth of its tokens, because rows move for it, which takes memory; or if
-        installed kernels cannot begin from a state, which one rank needs for nothing else.
+        They share none if that saves less than a tenth of the tokens, because rows would have to move, which takes
+        memory. They share none, either, if installed kernels cannot begin from a state.
 
-        Reading a batch without a reading waits for the device. So before the first batch that pays it is done only in
-        passes 1, 2, 4, 8 ..., and never to say why nothing is shared.
+        Reading a batch without a reading waits for the device. So until a batch has paid, this happens only in passes
+        1, 2, 4, 8 ..., and never only to log why nothing is shared.
 
         Args:
             reader: reads a batch without a reading.
@@ -147,13 +145,13 @@ class Sharing:
         return read
 
     def _say(self, read: ReadDocuments | None, shown_as: ReadDocuments | None, why: str, numbers: str = "") -> None:
-        """Logs once for each reason that documents of one rank begin alike and do not share their prefix."""
+        """Logs once for each reason why documents of one rank that begin alike do not share their prefix."""
         if read is not None and say_unshared(read, shown_as, f"{why}{numbers}", self._least_tokens):
             self._said.add(why)
 
     def _of_modules(self, is_training: bool, is_noisy: bool) -> str:
-        """Returns what may compute other numbers for equal tokens; empty if nothing does. Modules may have changed
-        since the last pass."""
+        """Returns which module or setting may compute different numbers for equal tokens; empty if none. Modules may
+        have changed since the last pass."""
         children = [child for module in self._modules for child in module._modules.values()]
         if not self._modules or children != self._children:  # quicker than listing all in every pass
             self._modules = list(self._root.modules())
@@ -172,7 +170,7 @@ class Sharing:
                 return f"a hook of {written} on a {type(module).__name__} may compute something of each row"
             if is_training and module.training and isinstance(module, OVER_ROWS):
                 return f"a {type(module).__name__} computes from all rows or images of the batch"
-            if not is_training or not module.training or not _is_dropout(type(module)):  # type: ignore[arg-type]
+            if not is_training or not module.training or "drop" not in type(module).__name__.lower():
                 continue
             share = max(vars(module).get(name, 0.0) for name in ("p", "drop_prob"))
             if share > 0:
@@ -191,13 +189,8 @@ class Sharing:
         return ""
 
 
-@lru_cache(maxsize=1024)
-def _is_dropout(of: Hashable) -> bool:
-    return "drop" in of.__name__.lower()  # type: ignore[attr-defined]
-
-
 def placeholders_of(root: nn.Module) -> Placeholders:
-    """Returns the tokens of a model that features of images and videos replace."""
+    """Returns the tokens of a model whose embeddings features of images and videos replace."""
     config = transformers_model(root).config
     image, video = (
         next(
@@ -211,7 +204,7 @@ def placeholders_of(root: nn.Module) -> Placeholders:
 
 
 def _of_batch(batch: Batch, is_multimodal: bool) -> str:
-    """Returns which unknown numbers of tokens or images a batch has, from which layers may compute; empty if none."""
+    """Returns which unknown entry of a batch layers may compute from; empty if there is none."""
     tokens = tokens_of(batch)
     for name, value in batch.items():
         if is_multimodal and name not in KNOWN_COLUMNS:

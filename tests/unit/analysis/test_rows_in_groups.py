@@ -67,6 +67,18 @@ def test_groups_are_read_from_every_kind_of_table(name: str, tmp_path: Path) -> 
     assert dict(read.groups.counts) == {"a": 2, "b": 2}
 
 
+@pytest.mark.parametrize("empty", [None, float("nan"), ""])
+def test_whole_numbers_may_have_become_floating_point_numbers(empty: object) -> None:
+    """pandas makes these of a column with empty cells, also in a table of text."""
+    prefixes = [600.0, "400.0", empty, 600, "400"]
+    groups = Groups.of_columns(
+        {"group": [4.0, "5.0", empty, 4, "5"], "prefix_tokens": prefixes}, np.array(LENGTHS), "file"
+    )
+    assert groups is not None
+    assert groups.names == ["4", "5", None, "4", "5"]
+    assert groups.prefix_tokens.tolist() == [600, 400, 0, 600, 400]
+
+
 @pytest.mark.parametrize("row", [{"length": 5}, {"length": 5, "group": "some column"}, {"length": 5, "group": [1]}])
 def test_without_prefixes_there_are_no_groups(row: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(lines([row, row]))
@@ -185,7 +197,11 @@ def test_rows_without_groups_are_dealt_as_before() -> None:
         ("plan", "--gpus 2 --tokens-per-rank 1000", "placed batches compute every prefix again"),
         ("simulate", "--gpus 2 --tokens-per-rank 1000 --batches 1", "placed batches compute every prefix again"),
         ("plan", "--gpus 2 --batch-size 1", "4 rows in 2 groups begin alike."),
-        ("simulate", "--gpus 2 --batch-size 1 --batches 1", "begin alike; distca's ways compute their prefixes once."),
+        (
+            "simulate",
+            "--gpus 2 --batch-size 1 --batches 1",
+            "begin alike; distca's ways compute their prefixes once (placed loss: if these have no labels",
+        ),
     ],
 )
 def test_commands_say_whether_prefixes_are_shared(command: str, options: str, says: str, tmp_path: Path) -> None:

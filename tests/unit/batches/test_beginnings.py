@@ -154,6 +154,9 @@ def test_row_sums_do_not_depend_on_how_images_lie_in_memory() -> None:
     sums = row_sums_of({"pixel_values": wide[:, 1]})["pixel_values"]
     assert torch.equal(sums, row_sums_of({"pixel_values": wide[:, 1].clone()})["pixel_values"])
     assert len({*sums.tolist()}) == 70
+    later = drawn(70 * 12 + 1)[1:].view(70, 12)
+    of_later = row_sums_of({"pixel_values": later})["pixel_values"]
+    assert torch.equal(of_later, row_sums_of({"pixel_values": later.clone()})["pixel_values"])
 
 
 @pytest.mark.gpu
