@@ -56,20 +56,22 @@ def nothing(model: PreTrainedModel) -> None:
     pass
 
 
-# Of every step: what changes before it, and the batches of both ranks; then tokens that are not computed twice, with
-# prefixes of 144 tokens.
+# Tokens that are not computed twice, of a prompt of 144: if both ranks have its answers, two of these begin alike, too;
+# if they have the same, each of the two is like one of the other rank's.
+OF_BOTH, OF_EQUAL = 5 * 144 + 32, 144 + 160 + 176
+# Of every step: what changes before it, and the batches of both ranks; then tokens that are not computed twice.
 STEPS: Sequence[tuple[Change, Sequence[Batch], int]] = [
     (nothing, (WITHOUT, padded([words(30, 29)])), 0),
     (nothing, (PAIRS, WITHOUT), 144),
     (nothing, (WITHOUT, ANSWERS), 3 * 144),
     (nothing, (padded([words(70, 39)]), WITHOUT), 0),
-    (trained("mlp", "sinks"), (PAIRS, ANSWERS), 5 * 144),
-    (trained("embed_tokens"), (ANSWERS, PAIRS), 5 * 144),
-    (trained(), (PAIRS, ANSWERS), 5 * 144),
-    (evaluate, (ANSWERS, PAIRS), 5 * 144),
-    (generate, (PAIRS, PAIRS), 3 * 144),
-    (lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}), (PAIRS, ANSWERS), 5 * 144),
-    (lambda model: model.gradient_checkpointing_disable(), (ANSWERS, PAIRS), 5 * 144),
+    (trained("mlp", "sinks"), (PAIRS, ANSWERS), OF_BOTH),
+    (trained("embed_tokens"), (ANSWERS, PAIRS), OF_BOTH),
+    (trained(), (PAIRS, ANSWERS), OF_BOTH),
+    (evaluate, (ANSWERS, PAIRS), OF_BOTH),
+    (generate, (PAIRS, PAIRS), OF_EQUAL),
+    (lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}), (PAIRS, ANSWERS), OF_BOTH),
+    (lambda model: model.gradient_checkpointing_disable(), (ANSWERS, PAIRS), OF_BOTH),
     (drop_on_the_second_rank, (PAIRS, ANSWERS), 144),
 ]
 Step = tuple[float, Gradients, int]
