@@ -57,6 +57,7 @@ from distca_hf.integrations.models.structure import (
     without_kinds_of_text,
 )
 from distca_hf.integrations.models.tiles import tile, untile
+from distca_hf.integrations.models.tower_borders import TowerBorders
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
@@ -84,6 +85,7 @@ class ForwardWatch:
         attention_dtype: dtype of attention in the latest batch with a plan; None before the first one.
         loss: decides whether head and loss run on placed rows.
         reader: reads the documents of batches.
+        towers: lets ranks compute images of others.
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
@@ -100,6 +102,7 @@ class ForwardWatch:
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted, self._check.check_calls)
+        self.towers = TowerBorders(inner)
         self.loss = PlacedLoss(inner, root)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
@@ -116,7 +119,9 @@ class ForwardWatch:
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         of_batches = tensor_ranks > 1, window, context.shared_prefix_tokens
-        self.reader = DocumentReader(self._mixers.lengths, *of_model, *of_batches, placeholders_of(root))
+        self.reader = DocumentReader(
+            self._mixers.lengths, *of_model, *of_batches, placeholders_of(root), not self.towers.towers.stay
+        )
         self._sharing = Sharing(root, context, self._mixers)
         self._recomputed = RecomputedLayers(self._check.call_masks)
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
@@ -143,6 +148,7 @@ class ForwardWatch:
         self._handles += temper_by_position(transformers_model(self.root))
         self._at_backbone.enter()  # before hooks that move rows
         self._mixers.enter()
+        self.towers.enter()
         self._borders.enter()
 
     def leave(self, modules: Collection[nn.Module]) -> None:
@@ -163,6 +169,7 @@ class ForwardWatch:
             for handle in self._handles:
                 handle.remove()
             self._borders.leave()
+            self.towers.leave()
             self._recomputed.leave()
 
     def is_up_to_date(self) -> bool:
@@ -300,6 +307,7 @@ class ForwardWatch:
 
         unshared = self._sharing.refusal(batch, module.training, self._counted.has_noise())
         plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile, unshared)
+        self.towers.begin(batch, planner.images, images_wait, need_gradients[1])
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)
         return plan
