@@ -14,7 +14,6 @@ from typing import Self
 import numpy as np
 
 from distca_hf.arrays import IntArray, offsets, ranges, sum_by
-from distca_hf.placement.images import PlacedImages
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,17 +39,17 @@ class ImageMoves:
     of_ranks: IntArray
 
     @classmethod
-    def of(cls, placed: PlacedImages, held: IntArray, rank: int) -> Self:
+    def of(cls, rank_of: IntArray, spares: IntArray, held: IntArray, rank: int) -> Self:
         """Returns the moves of a rank.
 
         Args:
-            placed: where units of all ranks are computed; they are numbered by rank, in the order of batches.
+            rank_of, spares: where units of all ranks are computed (`PlacedImages`); they are numbered by rank, in the
+                order of batches.
             held: `[units]` rank whose batch holds each.
         """
-        num_ranks = len(placed.spares)
-        with_spare = np.flatnonzero(placed.spares >= 0)
-        unit = np.concatenate([np.arange(len(held)), placed.spares[with_spare]])
-        target = np.concatenate([placed.rank_of, with_spare])
+        with_spare = np.flatnonzero(spares >= 0)
+        unit = np.concatenate([np.arange(len(held)), spares[with_spare]])
+        target = np.concatenate([rank_of, with_spare])
         leaves = np.flatnonzero(held[unit] == rank)
         leaves = leaves[np.lexsort((unit[leaves], target[leaves]))]
         comes = np.sort(unit[target == rank])  # by home rank, because units are numbered by rank
@@ -60,9 +59,9 @@ class ImageMoves:
             sent_to=target[leaves],
             computed=comes,
             computed_of=held[comes],
-            is_spare=bool(placed.spares[rank] >= 0),
-            home=placed.rank_of[held == rank],
-            of_ranks=np.bincount(target, minlength=num_ranks),
+            is_spare=bool(spares[rank] >= 0),
+            home=rank_of[held == rank],
+            of_ranks=np.bincount(target, minlength=len(spares)),
         )
 
     def pixel_rows(self, rows: IntArray, all_rows: IntArray) -> tuple[IntArray, list[int], list[int]]:

@@ -86,9 +86,14 @@ class TowerBorders:
         self._said = set[str]()
         self._handles: list[RemovableHandle] = []
 
+    @property
+    def may_move(self) -> bool:
+        """Whether images of this class may be computed on other ranks."""
+        return not self.towers.stay
+
     def enter(self) -> None:
         """Adds the hook. It runs after those that plan a batch."""
-        if not self.towers.stay:
+        if self.may_move:
             self._handles = [self._backbone.register_forward_pre_hook(Hook(self._before), with_kwargs=True)]
 
     def leave(self) -> None:
@@ -141,7 +146,7 @@ class TowerBorders:
         placed = self._placed(images, form, units, transport, plan.micro_batch)
         if placed is None:
             return None
-        moves = ImageMoves.of(placed, units.held, transport.rank)
+        moves = ImageMoves.of(placed.rank_of, placed.spares, units.held, transport.rank)
         device = tokens_of(given).device
         pixels = _sent(transport, values, form, moves, units, device, where)
         features = compute_features(backbone, given, pixels, units.sizes[moves.computed], form)
