@@ -7,6 +7,7 @@ Towers run before the text decoder, and ranks meet between them. So this work is
 An image that may stay where it arrived stays. Batches that are even are not moved.
 """
 
+import heapq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,22 +75,25 @@ def _placed(work: IntArray, home: IntArray, num_ranks: int) -> IntArray:
     if loads.max(initial=0) <= EVEN * loads.mean():
         return home
     least = max(loads.mean(), work.max())
-    order = np.argsort(-work, kind="stable")
-    best = _dealt(work, home, num_ranks, order, 0.0)
+    best = _dealt(work, home, num_ranks, 0.0)
     most = sum_by(best, work, num_ranks).max()
     for staying in STAYING:
-        dealt = _dealt(work, home, num_ranks, order, staying * least)
+        dealt = _dealt(work, home, num_ranks, staying * least)
         if sum_by(dealt, work, num_ranks).max() <= HARDLY_MORE * most:
             return dealt
     return best
 
 
-def _dealt(work: IntArray, home: IntArray, num_ranks: int, order: IntArray, room: float) -> IntArray:
-    """Deals images in this order. An image stays at home while that has room for this much work."""
-    loads, rank_of = np.zeros(num_ranks), home.copy()
-    for image in order.tolist():
-        rank = home[image]
-        if loads[rank] + work[image] > room:
-            rank = rank_of[image] = loads.argmin()
-        loads[rank] += work[image]
-    return rank_of
+def _dealt(work: IntArray, home: IntArray, num_ranks: int, room: float) -> IntArray:
+    """Deals images, the largest first. An image stays at home while that has room for this much work."""
+    loads, of_images, of_homes = [0] * num_ranks, work.tolist(), home.tolist()
+    least_busy, rank_of = [(0, rank) for rank in range(num_ranks)], of_homes.copy()
+    for image in np.argsort(-work, kind="stable").tolist():
+        rank = of_homes[image]
+        if loads[rank] + of_images[image] > room:
+            while least_busy[0][0] != loads[least_busy[0][1]]:  # it has more work by now, and another entry
+                heapq.heappop(least_busy)
+            rank = rank_of[image] = least_busy[0][1]
+        loads[rank] += of_images[image]
+        heapq.heappush(least_busy, (loads[rank], rank))
+    return np.array(rank_of, dtype=np.int64)

@@ -20,7 +20,14 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.beginnings import IMAGES
 from distca_hf.batches.images import KNOWN, SIZES, PixelForm, PixelKind
 from distca_hf.integrations.models.sharing import OVER_ROWS
-from distca_hf.integrations.models.structure import backbone_of, forward_names, syntax_of, text_decoder, towers
+from distca_hf.integrations.models.structure import (
+    backbone_of,
+    forward_names,
+    passes_keywords_on,
+    syntax_of,
+    text_decoder,
+    towers,
+)
 from distca_hf.placement.images import ImageCost
 from distca_hf.runtime.moved_images import FeatureForm, Features
 
@@ -170,7 +177,11 @@ def compute_features(
         arguments[SIZES] = torch.from_numpy(sizes[:, 1:]).to(pixels.device)
     names = inspect.signature(backbone.get_image_features).parameters  # type: ignore[arg-type]
     arguments |= {name: given[name] for name in CHOICES if name in names and name in given}
-    output = backbone.get_image_features(**arguments, return_dict=True)  # type: ignore[operator]
+    if passes_keywords_on(type(backbone).forward, "get_image_features"):  # such as interpolate_pos_encoding
+        known = inspect.signature(backbone.forward).parameters
+        settings = ((name, value) for name, value in given.items() if name not in known)
+        arguments |= {name: value for name, value in settings if isinstance(value, bool | int | float | str)}
+    output = backbone.get_image_features(**arguments | {"return_dict": True})  # type: ignore[operator]
     pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
     if isinstance(pooled, torch.Tensor) and pooled.ndim == 3:
         tokens, rows = [pooled.shape[1]] * len(pooled), pooled.flatten(0, 1)

@@ -38,6 +38,9 @@ from distca_hf.torch_private import hidden_from_dynamo
 
 log = get_logger(__name__)
 
+# Where images are computed.
+STAY, MOVE = "on the ranks where they arrived", "on ranks with less work"
+
 
 class Units(NamedTuple):
     """Images, or frames of videos, of all ranks.
@@ -83,7 +86,7 @@ class TowerBorders:
         self.imbalance = (1.0, 1.0)
         self._shown: ShownImages | None = None
         self._is_open, self._every_rank, self._differentiates = False, False, False
-        self._said = set[str]()
+        self._said, self._has_moved = set[str](), False
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -112,13 +115,13 @@ class TowerBorders:
         self._shown, self._is_open = shown, shown is not None
         self._every_rank, self._differentiates = every_rank, differentiates
         if self.towers.stay and media_of(batch):
-            self._say_once(self.towers.stay)
+            self._say_once(STAY, self.towers.stay)
 
-    def _say_once(self, why: str) -> None:
-        """Logs once why images are computed where they arrived."""
-        if why and why not in self._said:
-            self._said.add(why)
-            log.info("%s: images are computed on the ranks where they arrived: %s", self._class_name, why)
+    def _say_once(self, how: str, why: str) -> None:
+        """Logs once for each reason where images are computed."""
+        if why and how + why not in self._said:
+            self._said.add(how + why)
+            log.info("%s: images are computed %s: %s", self._class_name, how, why)
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Computes images. torch.compile traces this; it does nothing for a batch whose images stay."""
@@ -169,7 +172,7 @@ class TowerBorders:
             stay = "a batch has images of different heights or widths on its ranks, and no sizes of them"
         elif not self.towers.has_frames and (counts[:, 0] != counts[:, 1]).any():
             stay = "it has videos whose frames are not computed by themselves"
-        self._say_once(stay)
+        self._say_once(STAY, stay)
         if stay:
             if self._every_rank:
                 check_all_hold(transport, (counts[:, 1] > 0).astype(int).tolist(), number)
@@ -180,7 +183,13 @@ class TowerBorders:
         placed = place_images(work, units.held, transport.world_size, self._every_rank)
         before, after = (imbalance(sum_by(of, work, transport.world_size)) for of in (units.held, placed.rank_of))
         self.imbalance = before, after
-        return None if (placed.rank_of == units.held).all() and (placed.spares < 0).all() else placed
+        if (placed.rank_of == units.held).all() and (placed.spares < 0).all():
+            return None
+        if not self._has_moved:
+            self._has_moved = True
+            shown = f"work of the busiest rank's tower {before:.2f} -> {after:.2f} times the mean"
+            self._say_once(MOVE, f"{shown} (in the first uneven micro-batch)")
+        return placed
 
     def _replaced(
         self, given: Keywords, num_images: int, form: FeatureForm, rows: torch.Tensor, tokens: list[int]
