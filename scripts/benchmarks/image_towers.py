@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 scripts/benchmarks/image_towers.py --layers 4 --tower-layers 3 --rounds 8
     torchrun --nproc-per-node 2 scripts/benchmarks/image_towers.py --device cpu --size tiny --layers 2 \\
-        --page-side 16 --photo-side 4 --pages 2 --photos 2 --texts 2 --page-tokens 60 --photo-tokens 40 --rounds 2 --warmup 1
+        --page-side 16 --photo-side 4 --pages 2 --photos 2 --texts 2 --page-tokens 60 --photo-tokens 40 --rounds 2 \\
+        --warmup 1
 
 Each workload is measured by itself. A step is forward and backward of one pack of each rank, FSDP's collectives (of
 towers, too), and AdamW at a learning rate of 0. All modes run in one process with the same weights, documents and
