@@ -22,7 +22,10 @@ from distca_hf.integrations.models.structure import transformers_model
 from support.given_batches import Batch, Gradients, gradients_of
 from support.multimodal import multimodal_model
 from support.ranks import run_ranks
+from support.versions import images_may_move
 
+
+pytestmark = images_may_move
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "mistral3", "gemma3", "llava")
 # Classes whose images all have one size. Batches of Gemma 3 have the form of LLaVA's.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.scripts import run_script
-from support.versions import classes_of_today
+from support.versions import images_may_move
 
 
 SIZES = {"layers": 2, "page_side": 16, "photo_side": 4, "pages": 2, "photos": 2, "texts": 2}
@@ -14,7 +14,7 @@ TEXT = {"page_tokens": 60, "photo_tokens": 40}
 RANKS, ROUNDS = 2, 2
 
 
-@classes_of_today
+@images_may_move
 def test_towers_are_even(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = [word for name, size in (SIZES | TEXT).items() for word in (f"--{name.replace('_', '-')}", str(size))]

@@ -1,26 +1,24 @@
 """What is known of classes with towers, by structure: whether their images may move, and what these cost."""
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from distca_hf.integrations.models.image_features import OUTPUTS, towers_of
+from distca_hf.integrations.models.image_features import towers_of
 from distca_hf.integrations.models.structure import backbone_of
 from support.multimodal import multimodal_model
-from support.versions import classes_of_today
+from support.versions import images_may_move
+
+
+pytestmark = images_may_move
 
 
 def made(model_type: str) -> PreTrainedModel:
-    model = multimodal_model(model_type, "sdpa").to(torch.float64)
-    if OUTPUTS not in inspect.signature(backbone_of(model).forward).parameters:
-        pytest.skip("forward of older Transformers takes no features")
-    return model
+    return multimodal_model(model_type, "sdpa").to(torch.float64)
 
 
-@classes_of_today
 @pytest.mark.parametrize(
     ("model_type", "has_frames"),
     [
@@ -35,7 +33,6 @@ def test_images_of_known_classes_may_move(model_type: str, has_frames: bool) -> 
     assert towers.cost.pair > 0 < towers.cost.patch
 
 
-@classes_of_today
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
@@ -47,7 +44,6 @@ def test_images_of_other_classes_stay_and_it_is_said_why(model_type: str, why: s
     assert why in towers_of(multimodal_model(model_type, "eager")).stay
 
 
-@classes_of_today
 def test_a_tower_that_computes_means_over_images_keeps_them() -> None:
     model = made("llava")
     model.model.vision_tower.embeddings.norm = torch.nn.BatchNorm2d(3)
@@ -55,7 +51,6 @@ def test_a_tower_that_computes_means_over_images_keeps_them() -> None:
     assert "means over images" in towers_of(model).stay
 
 
-@classes_of_today
 def test_a_forward_that_reads_more_than_features_keeps_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("llava")
 
@@ -67,7 +62,6 @@ def test_a_forward_that_reads_more_than_features_keeps_its_images(monkeypatch: p
     assert "reads more than features of tokens" in towers_of(model).stay
 
 
-@classes_of_today
 @pytest.mark.parametrize(
     ("model_type", "width"), [("qwen2_5_vl", 14), ("qwen3_vl", 16), ("qwen3_5", 16), ("glm4v", 14)]
 )
