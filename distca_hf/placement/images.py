@@ -19,7 +19,7 @@ from distca_hf.placement.given import EVEN
 
 # How far an image may exceed even work and stay: tried in this order, until the busiest rank has hardly more work than
 # without any preference.
-STAYING, HARDLY_MORE = (1.02, 1.005, 1.0), 1.01
+STAYING, HARDLY_MORE = (1.005, 1.0), 1.01
 
 
 @dataclass(frozen=True)

@@ -120,16 +120,21 @@ def _has_frames(tower: PreTrainedModel, backbone: PreTrainedModel) -> bool:
 
 def _cost(tower: PreTrainedModel, side: int) -> ImageCost:
     """Counts the operations of a tower: two of each weight for a patch, four of each number of a pair in a layer.
-    Patches that attend within a window attend equally many."""
+    Weights after its layers take several patches as one. Patches that attend within a window attend equally many."""
     config: Any = tower.config
     width, depth = (
-        next((getattr(config, of, None) for of in names if hasattr(config, of)), None) for names in (WIDTHS, DEPTHS)
+        next((getattr(config, of) for of in names if hasattr(config, of)), None) for names in (WIDTHS, DEPTHS)
     )
-    tables = {module.weight for module in tower.modules() if isinstance(module, nn.Embedding)}
-    weights = (x for x in tower.parameters() if x.ndim > 1 and x not in tables)
-    matrices = 2 * sum(prod(getattr(weight, "ds_shape", weight.shape)) for weight in weights)
     if not isinstance(width, int) or not isinstance(depth, int):
         return ImageCost()
+    lists = (module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module) == depth)
+    of_layers = {weight for layers in lists for weight in layers.parameters()}
+    tables = {module.weight for module in tower.modules() if isinstance(module, nn.Embedding)}
+    merged, matrices = getattr(config, "spatial_merge_size", 1) ** 2, 0
+    for weight in tower.parameters():
+        if weight.ndim > 1 and weight not in tables:
+            share = 1 if weight in of_layers else merged
+            matrices += 2 * prod(getattr(weight, "ds_shape", weight.shape)) // share
     window, whole = getattr(config, "window_size", None), getattr(config, "fullatt_block_indexes", None)
     if window is None or whole is None:
         return ImageCost(4 * width * depth, matrices)

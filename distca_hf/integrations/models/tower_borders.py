@@ -113,7 +113,7 @@ class TowerBorders:
             differentiates: whether towers, or what follows them, need gradients; the same on all ranks.
         """
         self._shown, self._is_open = shown, shown is not None
-        self._every_rank, self._differentiates = every_rank, differentiates
+        self._every_rank, self._differentiates = every_rank, differentiates and torch.is_grad_enabled()
         if self.towers.stay and media_of(batch):
             self._say_once(STAY, self.towers.stay)
 
