@@ -53,7 +53,7 @@ from lib.parser import count, few, whole, write_figures
 from lib.report import Measured
 from lib.rounds import equal_losses
 from lib.tables import markdown, number
-from lib.whole_model import TrainingRunner, add_head
+from lib.whole_model import OPTIMIZERS, TrainingRunner
 from lib.wires import Wires
 
 
@@ -106,7 +106,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
     parser.set_defaults(modes="plain,ideal,arrived,moved", checkpointing="saved")
-    add_head(parser, "none")
+    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
     parser.add_argument("--size", choices=[*SIZES], default="8b", help="of text and tower, in place of a preset")
     parser.add_argument("--tower-layers", type=few, default=3, help="layers of the tower")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated, see above")
@@ -119,6 +119,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--texts", type=count, default=10, help="documents of text of a rank that has photos; even")
     parser.add_argument("--seed", type=whole, default=0, help="of tokens and pixels")
     options = parse_shared(parser, MODES)
+    for name in ("config", "preset", "documents", "liger", "compile"):
+        if vars(options)[name] != parser.get_default(name):
+            parser.error(f"--{name} is for other programs: this one has --size and its own documents")
     options.workloads, options.layers = options.workloads.split(","), options.layers or 4
     if unknown := [name for name in options.workloads if name not in WORKLOADS]:
         parser.error(f"workload {unknown[0]!r} is none of {', '.join(WORKLOADS)}")
