@@ -77,7 +77,7 @@ def show_features(
     most = int(moves.of_ranks.max())
     values = (values + [0] * (6 + most - len(values)))[: 6 + most]
     shown = transport.gather(values, f"{where}, numbers of features").wait()
-    tokens, first = np.zeros(len(rank_of), dtype=np.int64), next(row for row in shown if row[0])
+    tokens, first = np.zeros(len(rank_of), dtype=np.int64), next((row for row in shown if row[0]), shown[0])
     for rank, row in enumerate(shown):
         count, rows, units = row[0], row[1], int(moves.of_ranks[rank])
         if count != units or sum(row[6 : 6 + units]) != rows or (units and row[2:6] != first[2:6]):

@@ -1,14 +1,17 @@
 """Images that arrived on some ranks are computed on all: gradients of all parameters are those of one process."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from test_shared_images import CAT, DOG, LONG, MARKS, QUESTION, TAIL, Image, Row, assert_equal, batch_of, loss_of
+from test_shared_images import CAT, DOG, LONG, MARKS, QUESTION, TAIL, Image, Row, batch_of, loss_of
 from test_shared_prefixes import in_double, words
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,9 +30,11 @@ from support.versions import images_may_move
 
 pytestmark = images_may_move
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "mistral3", "gemma3", "llava")
-# Classes whose images all have one size. Batches of Gemma 3 have the form of LLaVA's.
-OF_ONE_SIZE, FORMS = ("internvl", "gemma3", "llava"), {"gemma3": "llava"}
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "mistral3", "gemma3", "llava", "kimi_k25")
+# Classes whose images all have one size. Batches of Gemma 3 have the form of LLaVA's. Kimi K2.5 has square patches.
+OF_ONE_SIZE, FORMS = ("internvl", "gemma3", "llava"), {"gemma3": "llava", "kimi_k25": "qwen2_5_vl"}
+# Largest difference of a gradient. Kimi K2.5 rounds some numbers to float32, also without distca.
+MOST, OF_KIMI = 1e-12, 1e-8
 PAGE, CLIP = Image(5, 8, 12), Image(6, 4, 8, frames=6)
 CASES = ("one rank", "some ranks", "all ranks")
 
@@ -50,12 +55,28 @@ def rows_of(kind: str, case: str, num_ranks: int) -> list[list[Row]]:
     return [many, *few[1:]]
 
 
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Computes in float64, also where Kimi K2.5 asks for sums in float32."""
+    usual = torch.Tensor.new_zeros
+
+    def new_zeros(x: torch.Tensor, *size: Any, dtype: torch.dtype | None = None, **more: Any) -> torch.Tensor:
+        return usual(x, *size, dtype=torch.float64 if dtype is torch.float32 else dtype, **more)
+
+    with in_double(), patch.object(torch.Tensor, "new_zeros", new_zeros):
+        yield
+
+
 def given(kind: str, rows: Sequence[Row]) -> Batch:
     batch = batch_of(FORMS.get(kind, kind), rows)
     if kind == "qwen3_vl" and "video_grid_thw" in batch:  # its own positions need text between frames
         shape = batch["input_ids"].shape
         batch["position_ids"] = torch.arange(shape[1]).expand(3, *shape)
         del batch["second_per_grid_ts"]
+    if kind == "kimi_k25":
+        del batch["mm_token_type_ids"]
+        if "pixel_values" in batch:
+            batch["pixel_values"] = batch["pixel_values"][:, : 3 * 14 * 14].unflatten(1, (3, 14, 14))
     return batch
 
 
@@ -87,13 +108,16 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def made(kind: str, way: str, implementation: str) -> nn.Module:
-    return WAYS[way](multimodal_model(kind, implementation).to(torch.float64))
+    model = multimodal_model(kind, implementation).to(torch.float64)
+    if kind == "kimi_k25":
+        model.set_experts_implementation("eager")  # others compute no float64
+    return WAYS[way](model)
 
 
 def alone(kind: str, way: str, rows: Sequence[Row]) -> Gradients:
     """Returns the sum of the gradients of every row by itself, in one process without distca."""
     model = made(kind, way, "sdpa")
-    with in_double():
+    with exactly():
         for row in rows:
             loss_of(model, given(kind, [row])).backward()
     return gradients_of(model)
@@ -121,7 +145,7 @@ def _train(kind: str, way: str, cases: Sequence[str]) -> dict[str, Trained]:
         for _ in range(2):
             model.zero_grad()
             before = traffic.exchanges
-            with in_double():
+            with exactly():
                 loss_of(wrapped, batch).backward()
             exchanges.append(traffic.exchanges - before)
         gradients = {
@@ -141,7 +165,10 @@ def check(kind: str, way: str, cases: Sequence[str], num_ranks: int, folder: Pat
         assert len({tuple(results[case][2]) for results in by_rank}) == 1
         for results in by_rank:
             ours = {name: num_ranks * gradient for name, gradient in results[case][0].items()}
-            assert_equal(ours, expected, (kind, way, case))
+            largest = max(gradient.abs().max().item() for gradient in expected.values())
+            for name, gradient in expected.items():
+                worst = (ours[name] - gradient).abs().max() / max(gradient.abs().max().item(), 1e-4 * largest)
+                assert worst <= (OF_KIMI if kind == "kimi_k25" else MOST), (kind, way, case, name, worst)
         assert any("visual" in name or "vision" in name for name in expected) != ("frozen" in way)
     return {case: by_rank[0][case][1] for case in cases}
 

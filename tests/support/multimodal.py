@@ -20,8 +20,11 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 
 
-# Of what follows towers: Gemma 3 averages features to as many tokens.
-AFTER_TOWERS: dict[str, dict[str, Any]] = {"gemma3": {"mm_tokens_per_image": IMAGE_TOKENS}}
+# Of what follows towers: Gemma 3 averages features to so many tokens, and Kimi K2.5 takes features of so many numbers.
+AFTER_TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": IMAGE_TOKENS},
+    "kimi_k25": {"projection_hidden_size": 64},
+}
 
 
 def multimodal_model(model_type: str, implementation: str | dict[str, str] = "distca") -> PreTrainedModel:
