@@ -21,7 +21,7 @@ Figures of the table are of the slowest or largest rank:
 
     step            median of the rounds, from a barrier until the device is done
     ÷ first         median of the rounds' ratios to the first mode
-    ÷ ideal         the same to the mode `ideal`, if it is measured
+    ÷ ideal, ÷ arrived    the same to these modes, if they are measured
     towers          largest over mean work of the ranks' towers, as the product counts it
     peak            most memory that torch had allocated at once
 """
@@ -63,7 +63,7 @@ MODES = {
     "arrived": "the product with towers where images arrived; rows are placed",
     "moved": "the product: images are computed where towers have even work, too",
 }
-COLUMNS = ("mode", "step ms", "÷ first", "÷ ideal", "towers", "peak GiB", "exchanged GB", "loss")
+COLUMNS = ("mode", "step ms", "÷ first", "÷ ideal", "÷ arrived", "towers", "peak GiB", "exchanged GB", "loss")
 WORKLOADS = ("mix", "even")
 # Patches of a side of the square that becomes a token, pixels of a patch, and frames of one.
 MERGED, PATCH, FRAMES = 2, 16, 2
@@ -278,13 +278,14 @@ def figures_of(measured: Mapping[str, Measured], towers: tuple[float, float]) ->
         ratios = [mine / theirs for mine, theirs in both]
         return statistics.median(ratios) if ratios else None
 
-    first, ideal = next(iter(measured.values())), measured.get("ideal")
+    first, ideal, arrived = next(iter(measured.values())), measured.get("ideal"), measured.get("arrived")
     return {
         name: {
             **vars(mode),
             "step_seconds": mode.step_seconds,
             "ratio_to_first": ratio(mode, first),
             "ratio_to_ideal": ratio(mode, ideal),
+            "ratio_to_arrived": ratio(mode, arrived),
             "towers": {"ideal": 1.0, "moved": towers[1]}.get(name, towers[0]),
         }
         for name, mode in measured.items()
@@ -299,6 +300,7 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
             number(of["step_seconds"], 1e3, 1),
             number(of["ratio_to_first"], 1, 3),
             number(of["ratio_to_ideal"], 1, 3),
+            number(of["ratio_to_arrived"], 1, 3),
             number(of["towers"], 1, 3),
             number(of["peak_bytes"] or None, 2**-30, 1),
             number(of["exchanged_bytes"], 1e-9, 3),
