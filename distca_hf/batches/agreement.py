@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 
 from distca_hf.batches.batch_documents import Batch, media_of
+from distca_hf.batches.images import check_all_hold
 from distca_hf.batches.prepare import Prepared
 from distca_hf.batches.read_documents import ReadDocuments, checksum_of
 from distca_hf.comm.agreement import Agreement, Facts, Occasion, by_value, labels_of
@@ -25,6 +26,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError, PlanMismatchError, and_more
+from distca_hf.runtime.moved_images import DTYPES as MEDIA_DTYPES
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
@@ -35,9 +37,6 @@ log = get_logger(__name__)
 PACKAGES = ("torch", "transformers", "accelerate")
 # Name of the number by which tensor ranks compare their batches.
 CHECKSUM = "checksum of tokens, labels and lengths"
-
-# Dtypes of images, videos and sound that ranks show each other, by bit. Bit 0: the rank holds any of them.
-MEDIA_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def shared_facts(config: DistCAConfig) -> dict[str, object]:
@@ -114,6 +113,7 @@ class ShownNumbers(NamedTuple):
         returning: what the passes of all ranks return.
         needing: names of the ranks that need hidden states, as text.
         is_planned: whether all ranks planned this micro-batch ahead, under the same number.
+        most_images: images and videos of the rank that has most; 0 if some rank's must stay.
     """
 
     stays_padded: bool
@@ -123,6 +123,7 @@ class ShownNumbers(NamedTuple):
     returning: Returning
     needing: str
     is_planned: bool
+    most_images: int
 
 
 class GivenAgreement:
@@ -158,7 +159,7 @@ class GivenAgreement:
             meanwhile: runs while this rank waits for the others.
 
         Raises:
-            PackingError: only some ranks hold images, and would wait for the others.
+            PackingError: only some ranks hold images, which must stay, and would wait for the others.
             PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
                 another batch although they share the data.
         """
@@ -166,7 +167,9 @@ class GivenAgreement:
         dtypes = [None, *(getattr(batch[name], "dtype", None) for name in names)] if names else []
         flags = {
             "learns nothing": int(number == 0 and read.learns_nothing),
+            # By bit; bit 0: the rank holds any of them.
             "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
+            "images that may move": -1 if read.images is None else len(read.images.sizes),
         }
         if self._transport.grid.shape[2] > 1:
             flags[CHECKSUM] = checksum_of(batch, lengths) if read.checksum is None else read.checksum
@@ -189,8 +192,9 @@ class GivenAgreement:
         numbers = agreement.wait(Scope.ROWS)
         if CHECKSUM in flags:
             self._check_same_batch(agreement, number)
-        if images_wait:
-            self._check_images([int(dtypes > 0) for dtypes in numbers["dtypes of images"]], number)
+        num_images, holding = numbers["images that may move"], [int(of > 0) for of in numbers["dtypes of images"]]
+        if images_wait and min(num_images) < 0:
+            check_all_hold(self._transport, holding, number)
         self._check_dtypes(numbers["dtypes of images"], number)
         if any(numbers["learns nothing"]):
             log.warning(
@@ -213,7 +217,8 @@ class GivenAgreement:
         needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
         of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned)
+        most_images = max(num_images) if min(num_images) >= 0 else 0
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images)
 
     def _facts_of(self, step_batches: int, has_gradients: bool) -> Facts:
         """Returns what must be the same on all ranks."""
@@ -232,18 +237,6 @@ class GivenAgreement:
                     f"nothing was sent: the {CHECKSUM} is {shown}. Give them the same "
                     f"rows, with a sampler that counts the {grid.shape[1]} data ranks and not all ranks"
                 )
-
-    def _check_images(self, flags: Sequence[int], number: int) -> None:
-        """Checks that all ranks hold images, or none."""
-        if len(set(flags)) > 1:
-            holding, without = self._labels(flags), self._labels([1 - flag for flag in flags])
-            raise PackingError(
-                f"{self._transport.grid.name}, micro-batch {number}: rank {holding} holds images, videos or "
-                f"sound, and rank {without} none. Ranks with images would wait for the others for ever: for weights "
-                "of towers that are sharded, or for gradients of towers that train. Give every rank an image in every "
-                "micro-batch (a blank one, say); or freeze the towers, leave them out of sharding (ignored parameters "
-                "of FSDP), and with DDP set find_unused_parameters=True"
-            )
 
     def _check_dtypes(self, dtypes: Sequence[int], number: int) -> None:
         """Checks that ranks with images hold them in the same dtypes."""

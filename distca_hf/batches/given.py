@@ -26,6 +26,7 @@ import torch
 from distca_hf.batches.agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, say_unshared, to_share
+from distca_hf.batches.images import ShownImages
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, PaddedRows, ReadDocuments, Reading
 from distca_hf.batches.step_ahead import HostPlan, StepAhead
@@ -70,6 +71,7 @@ class GivenPlanner:
         returning: what the pass of the latest micro-batch returns.
         needing: ranks that need its hidden states, as text.
         times: how long planning took for the micro-batches that a model was trained on.
+        images: sizes of images of the latest micro-batch; None if they stay, or no rank has any.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class GivenPlanner:
         self._read_batch, self._flops, self._halo_tokens = read, flops, halo_tokens
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
+        self.images: ShownImages | None = None
         self._agreement = GivenAgreement(config, transport)
         can_share = places_rows and self._posting is None
         self._least_tokens, self._said_unshared = config.shared_prefix_tokens if can_share else 0, False
@@ -186,8 +189,11 @@ class GivenPlanner:
         ahead = 0 if planned is None else planned.number
         of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile
         shown = self._agreement.reach(batch, read, number, *of_pass)
+        self.images = None
         if shown.stays_padded:
             return None
+        if shown.most_images and read.images is not None:
+            self.images = ShownImages(read.images, shown.most_images)
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.known_lengths
         self._step.shares, self._step.returning = not unshared, shown.returning
         shares, has_one_label = not unshared and self._least_tokens > 0, shown.returning is not Returning.STATES

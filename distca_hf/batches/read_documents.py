@@ -42,6 +42,7 @@ from distca_hf.batches.batch_documents import (
     tokens_of,
 )
 from distca_hf.batches.beginnings import NO_BEGINNINGS, Placeholders, beginnings_of, row_sums_of
+from distca_hf.batches.images import BatchImages, images_of
 from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.batches.written_batches import (
     LABELS,
@@ -176,6 +177,7 @@ class ReadDocuments:
         checksum: checksum of tokens, labels and lengths; None if not requested.
         hashes, unlearnt, unshared: see `Beginnings`.
         checksums: `checksums_of` the batch; None without hashes.
+        images: sizes of images and videos; None if they must stay.
     """
 
     lengths: IntArray | None
@@ -186,6 +188,7 @@ class ReadDocuments:
     unlearnt: IntArray | None = None
     unshared: str = ""
     checksums: Checksums | None = None
+    images: BatchImages | None = None
 
     @property
     def known_lengths(self) -> IntArray:
@@ -207,6 +210,7 @@ class DocumentReader:
         window_tokens: shortest window of the model's layers; None if they have none.
         shared_tokens: shortest prefix that documents share; 0: none is shared.
         placeholders: tokens that features of images replace.
+        moves_images: whether images may be computed on other ranks.
     """
 
     lengths_of: Callable[[Batch], IntArray | None] = document_lengths
@@ -217,12 +221,13 @@ class DocumentReader:
     window_tokens: int | None = None
     shared_tokens: int = 0
     placeholders: Placeholders = Placeholders()  # noqa: RUF009 (immutable)
+    moves_images: bool = False
 
     def read(self, batch: Batch) -> ReadDocuments:
         """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
 
         Raises:
-            PackingError: as for `padded_rows_of`, `document_lengths` and `ids_checked`.
+            PackingError: as for `padded_rows_of`, `document_lengths`, `ids_checked` and `images_of`.
         """
         numbered = numbered_rows(batch, self.window_tokens)
         host, sums = _on_host(numbered, row_sums_of(batch) if self.shared_tokens else {})
@@ -245,6 +250,7 @@ class DocumentReader:
             checksum_of(host, lengths) if self.with_checksum else None,
             *beginnings,
             checksums,
+            images_of(host, self.placeholders.has_sizes) if self.moves_images else None,
         )
 
 

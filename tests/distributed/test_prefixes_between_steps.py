@@ -56,8 +56,8 @@ def nothing(model: PreTrainedModel) -> None:
     pass
 
 
-# Tokens that are not computed twice, of a prompt of 144: if both ranks have its answers, two of these begin alike, too;
-# if they have the same, each of the two is like one of the other rank's.
+# Tokens that are not computed twice, with a prompt of 144. If both ranks have answers to it, two of these begin alike,
+# too. If they have the same answers, each of the two is like one of the other rank's.
 OF_BOTH, OF_EQUAL = 5 * 144 + 32, 144 + 160 + 176
 # Of every step: what changes before it, and the batches of both ranks; then tokens that are not computed twice.
 STEPS: Sequence[tuple[Change, Sequence[Batch], int]] = [

@@ -16,6 +16,7 @@ import torch
         ("model_step", "lib.whole_model"),
         ("training_run", "lib.training.run"),
         ("shared_prefixes", "shared_prefixes"),
+        ("image_towers", "image_towers"),
     ],
 )
 def test_help_says_what_every_mode_is(

@@ -1,4 +1,5 @@
-"""Packs with images: tokens and positions stay, attention tasks move, and towers look at images on their own rank."""
+"""Packs with images: tokens and positions stay, and attention tasks move. Ranks with images that must stay may wait
+for others."""
 
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from distca_hf.errors import PackingError
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.multimodal import document, multimodal_model, pack
 from support.ranks import run_ranks as run_processes
+from support.versions import images_may_move
 
 
 PACKS = [[document(0, 60, image_at=5), document(1, 40)], [document(2, 9, image_at=2), document(3, 7)]]
@@ -78,15 +80,20 @@ def test_ranks_of_which_only_some_hold_images_are_named_where_images_wait() -> N
     assert all(run_ranks(2, partial(plan, batches=[with_image] * 2, images_wait=True)))
 
 
+def one_image(step: int, stays: bool) -> dict[str, Any]:
+    """Returns a batch with an image on rank 0. It stays if the batch has something of images that is not known."""
+    batch = document(step, 12, image_at=None if dist.get_rank() else 3)
+    return batch | ({"image_patches": torch.ones(1)} if stays and not dist.get_rank() else {})
+
+
 def _step_with_one_image() -> str:
     """Returns the error of a step in which rank 0 alone holds an image, and the layers of a tower are sharded."""
     model = multimodal_model("qwen2_5_vl")
     distca_hf.enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=64)
     for block in model.model.visual.blocks:
         fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
-    batch = document(0, 12, image_at=None if dist.get_rank() else 3)
     with pytest.raises(PackingError) as stopped:
-        model(**batch)
+        model(**one_image(0, stays=True))
     return str(stopped.value)
 
 
@@ -96,7 +103,7 @@ def test_a_tower_that_would_wait_for_ranks_without_images_is_stopped_by_name(tmp
     assert all("micro-batch 0: rank 0 holds images, videos or sound, and rank 1 none" in error for error in errors)
 
 
-def _steps_under_ddp(find_unused: bool, is_frozen: bool) -> list[str]:
+def _steps_under_ddp(find_unused: bool, is_frozen: bool, stays: bool) -> list[str]:
     """Returns errors of two steps in which rank 0 alone holds an image, and towers are trained by DDP."""
     model = multimodal_model("qwen2_5_vl")
     model.model.visual.requires_grad_(not is_frozen)
@@ -104,19 +111,27 @@ def _steps_under_ddp(find_unused: bool, is_frozen: bool) -> list[str]:
     wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)
     errors = []
     for step in range(2):
-        batch = document(step, 12, image_at=None if dist.get_rank() else 3)
         try:
-            score(wrapped(**batch).logits).backward()
+            score(wrapped(**one_image(step, stays)).logits).backward()
         except PackingError as error:
             errors.append(str(error))
     return errors
 
 
-@pytest.mark.parametrize(("find_unused", "is_frozen"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("find_unused", "is_frozen", "stays"),
+    [
+        (False, False, True),
+        pytest.param(False, False, False, marks=images_may_move),
+        (True, False, False),
+        (False, True, False),
+    ],
+)
 def test_gradients_of_towers_that_would_be_waited_for_are_named(
-    find_unused: bool, is_frozen: bool, tmp_path: Path
+    find_unused: bool, is_frozen: bool, stays: bool, tmp_path: Path
 ) -> None:
-    """DDP itself would say so in the next step, and the last step would hang."""
-    for errors in run_processes(2, _steps_under_ddp, tmp_path, find_unused, is_frozen):
-        assert len(errors) == (0 if find_unused or is_frozen else 2)
+    """DDP itself would say so in the next step, and the last step would hang. Images that may move are computed on all
+    ranks."""
+    for errors in run_processes(2, _steps_under_ddp, tmp_path, find_unused, is_frozen, stays):
+        assert len(errors) == (2 if stays else 0)
         assert all("rank 0 holds images, videos or sound, and rank 1 none" in error for error in errors)

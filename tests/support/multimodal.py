@@ -13,9 +13,17 @@ IMAGE_TOKEN, VIDEO_TOKEN, IMAGE_TOKENS = 100, 101, 4
 GRID = (4, 4)
 # Settings of small towers, whose images have few tokens; of Qwen3-VL's, features of a layer join a layer of the text.
 TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"image_size": 64},
     "internvl": {"image_size": (56, 56)},
     "llava": {"image_size": 64},
     "qwen3_vl": {"deepstack_visual_indexes": [0]},
+}
+
+
+# Of what follows towers: Gemma 3 averages features to so many tokens, and Kimi K2.5 takes features of so many numbers.
+AFTER_TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": IMAGE_TOKENS},
+    "kimi_k25": {"projection_hidden_size": 64},
 }
 
 
@@ -25,6 +33,8 @@ def multimodal_model(model_type: str, implementation: str | dict[str, str] = "di
     config.image_token_id, config.video_token_id = IMAGE_TOKEN, VIDEO_TOKEN
     for name, value in TOWERS.get(model_type, {}).items():
         setattr(config.vision_config, name, value)
+    for name, value in AFTER_TOWERS.get(model_type, {}).items():
+        setattr(config, name, value)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation=implementation).float()
     with torch.no_grad():

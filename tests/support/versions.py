@@ -27,6 +27,7 @@ divides_models = needs_transformers("5.17", "older ones have another Distributed
 takes_label_counts = needs_transformers("5.17", "losses of older multimodal classes take no num_items_in_batch")
 # Of some classes, of which more work with every version.
 classes_of_today = needs_transformers("5.17", "older ones have other classes, some of which are refused")
+images_may_move = needs_transformers("5.18", "forward of older ones takes no features of images")
 # Older ones count the first token of every row, which nothing predicts: their losses are smaller.
 trainer_counts_predicted_tokens = needs_transformers("5.10", "Trainer counts labels that nothing predicts")
 builds_nemotron = needs_transformers("5.13", "Nemotron of older ones has a list of attention classes")

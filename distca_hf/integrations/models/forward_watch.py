@@ -4,7 +4,6 @@ Hooks find or make the plan of every batch, and check its pass. Batches of `plug
 For any other training batch, ranks agree here. Its plan is made ahead, or when the decoder begins.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -52,11 +51,12 @@ from distca_hf.integrations.models.structure import (
     attention_layers,
     backbone_of,
     names_by_position,
-    text_decoder,
+    takes_use_cache,
     transformers_model,
     without_kinds_of_text,
 )
 from distca_hf.integrations.models.tiles import tile, untile
+from distca_hf.integrations.models.tower_borders import TowerBorders
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
@@ -84,6 +84,7 @@ class ForwardWatch:
         attention_dtype: dtype of attention in the latest batch with a plan; None before the first one.
         loss: decides whether head and loss run on placed rows.
         reader: reads the documents of batches.
+        towers: lets ranks compute images of others.
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
@@ -92,21 +93,17 @@ class ForwardWatch:
         inner = transformers_model(root)
         self.flops, self.report = step_flops(root), RunReport(context)
         self.attention_dtype: torch.dtype | None = None
-        self._class_name = type(inner).__name__
+        self._class_name, self._written = type(inner).__name__, WrittenBatches()
         self._is_running, self._logged_cache, self._passes_with_gradients = False, False, 0
         self._read: ReadDocuments | None = None
-        self._written = WrittenBatches()
         self._check = ForwardCheck(root, context)
         self.position_limits = self._check.position_limits
-        self._counted = CountedRows(inner)
+        self._counted, self.towers = CountedRows(inner), TowerBorders(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted, self._check.check_calls)
         self.loss = PlacedLoss(inner, root)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
-        parts = inner, text_decoder(inner), backbone_of(inner)
-        parameters, *inside = (inspect.signature(part.forward).parameters for part in parts)
-        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        self._accepts_use_cache = "use_cache" in parameters or (passes_on and any("use_cache" in of for of in inside))
+        self._accepts_use_cache = takes_use_cache(inner)
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
@@ -116,7 +113,9 @@ class ForwardWatch:
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         of_batches = tensor_ranks > 1, window, context.shared_prefix_tokens
-        self.reader = DocumentReader(self._mixers.lengths, *of_model, *of_batches, placeholders_of(root))
+        self.reader = DocumentReader(
+            self._mixers.lengths, *of_model, *of_batches, placeholders_of(root), not self.towers.towers.stay
+        )
         self._sharing = Sharing(root, context, self._mixers)
         self._recomputed = RecomputedLayers(self._check.call_masks)
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
@@ -142,8 +141,8 @@ class ForwardWatch:
         ]
         self._handles += temper_by_position(transformers_model(self.root))
         self._at_backbone.enter()  # before hooks that move rows
-        self._mixers.enter()
-        self._borders.enter()
+        for part in (self._mixers, self.towers, self._borders):
+            part.enter()
 
     def leave(self, modules: Collection[nn.Module]) -> None:
         """Removes the hooks from modules of the enabled model, or of a copy, whose hooks are copies too. Restores the
@@ -162,8 +161,8 @@ class ForwardWatch:
         if is_original:
             for handle in self._handles:
                 handle.remove()
-            self._borders.leave()
-            self._recomputed.leave()
+            for of_original in (self._borders, self.towers, self._recomputed):
+                of_original.leave()
 
     def is_up_to_date(self) -> bool:
         """Returns whether the masks of layers are unchanged since the model was enabled."""
@@ -300,6 +299,7 @@ class ForwardWatch:
 
         unshared = self._sharing.refusal(batch, module.training, self._counted.has_noise())
         plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile, unshared)
+        self.towers.begin(batch, planner.images, images_wait, need_gradients[1])
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)
         return plan

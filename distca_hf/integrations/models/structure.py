@@ -122,6 +122,14 @@ def names_by_position(model: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
+def takes_use_cache(model: PreTrainedModel) -> bool:
+    """Returns whether a model's forward takes `use_cache`, or passes it on to a part that does."""
+    parts = model, text_decoder(model), backbone_of(model)
+    parameters, *inside = (inspect.signature(part.forward).parameters for part in parts)
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "use_cache" in parameters or (passes_on and any("use_cache" in of for of in inside))
+
+
 def source_of(part: Function | type) -> str:
     """Returns the source of a function, without its decorators, or of a class; empty if there is none."""
     try:

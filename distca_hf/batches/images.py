@@ -1,0 +1,224 @@
+"""Images of a batch: their sizes, as ranks show them to each other before towers run.
+
+    patches    pixel_values [patches, features]    image_grid_thw [images, 3]    Qwen-VL; videos alike
+    whole      pixel_values [images, C, H, W]      image_sizes [images, 2] if images are padded (Mistral 3), or none
+
+Sizes are read on the host together with documents, and checked there. Batches in other forms keep their images.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distca_hf.arrays import IntArray
+from distca_hf.batches.batch_documents import media_of
+from distca_hf.batches.beginnings import IMAGES, VIDEOS
+from distca_hf.comm.agreement import labels_of
+from distca_hf.comm.grid import Scope
+from distca_hf.comm.transport import Transport
+from distca_hf.errors import PackingError
+from distca_hf.runtime.moved_images import DTYPES
+
+
+SIZES = "image_sizes"
+KNOWN = {IMAGES.values, IMAGES.grid, SIZES, VIDEOS.values, VIDEOS.grid}
+# Numbers before the sizes in a gather: counts of images and of all items, then the form of pixels.
+HEADER = 8
+
+
+class BatchImages(NamedTuple):
+    """Images and videos of one rank's batch.
+
+    Attributes:
+        num_images: number of images; videos follow them.
+        sizes: `[items, 3]` patches over time, height and width of each; 1, height and width in pixels of whole images.
+    """
+
+    num_images: int
+    sizes: IntArray
+
+
+class ShownImages(NamedTuple):
+    """What a rank knows of images before its pass.
+
+    Attributes:
+        mine: images of its batch.
+        most_items: items of the rank that has most.
+    """
+
+    mine: BatchImages
+    most_items: int
+
+
+class PixelKind(enum.IntEnum):
+    """What a row of pixels is."""
+
+    PATCH = 1  # of an image with a grid
+    IMAGE = 2
+    PADDED_IMAGE = 3  # with a size
+
+
+class PixelForm(NamedTuple):
+    """Form of pixels, the same on all ranks.
+
+    Attributes:
+        kind: what a row of pixels is.
+        dtype: of pixels.
+        room: shape of a row; of whole images the largest one of all ranks.
+        is_alike: whether it is the same on all ranks.
+    """
+
+    kind: PixelKind
+    dtype: torch.dtype
+    room: tuple[int, ...]
+    is_alike: bool
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether rows of pixels are patches, not whole images."""
+        return self.kind is PixelKind.PATCH
+
+
+NO_IMAGES = BatchImages(0, np.zeros((0, 3), dtype=np.int64))
+
+
+def images_of(batch: Mapping[str, Any], has_sizes: bool) -> BatchImages | None:
+    """Returns the images of a batch whose sizes are on the host; None if they have an unknown form.
+
+    Args:
+        has_sizes: see `Placeholders`: other towers mean something else by `image_sizes`.
+
+    Raises:
+        PackingError: an image has another size than its grid, or its entry of `image_sizes`, says.
+    """
+    names = media_of(batch)
+    if not names:
+        return NO_IMAGES
+    if not KNOWN.issuperset(names) or not all(isinstance(batch[name], torch.Tensor) for name in names):
+        return None
+    if SIZES in names and not has_sizes:
+        return None
+    if VIDEOS.values in names and IMAGES.values in names:
+        pixels, of_videos = batch[IMAGES.values], batch[VIDEOS.values]
+        if pixels.dtype != of_videos.dtype or pixels.shape[1:] != of_videos.shape[1:]:
+            return None
+    found = list[IntArray]()
+    for media in (IMAGES, VIDEOS):
+        has_values, has_grid = media.values in names, media.grid in names
+        if not has_values:
+            if has_grid or (media is IMAGES and SIZES in names):
+                return None
+            found.append(NO_IMAGES.sizes)
+        elif has_grid and SIZES not in names and batch[media.values].ndim in (2, 4) and batch[media.grid].ndim == 2:
+            found.append(_grids(batch[media.values], batch[media.grid], media.values, media.grid))
+        elif media is IMAGES and batch[media.values].ndim == 4 and not has_grid:
+            found.append(_whole(batch[media.values], batch[SIZES] if SIZES in names else None))
+        else:
+            return None
+    return BatchImages(len(found[0]), np.concatenate(found))
+
+
+def _grids(pixels: torch.Tensor, grid: torch.Tensor, of: str, of_grid: str) -> IntArray:
+    sizes: IntArray = grid.numpy().astype(np.int64)
+    ends, patches = sizes.prod(axis=1).cumsum(), len(pixels)
+    if ends[-1] != patches:
+        image = min(int(np.searchsorted(ends, patches, side="right")), len(ends) - 1)
+        first = int(ends[image - 1]) if image else 0
+        raise PackingError(
+            f"{of_grid} says that item {image} of {len(sizes)} is {' x '.join(map(str, sizes[image]))} = "
+            f"{int(ends[image]) - first} patches, and {of} has {patches - first} for it: {patches} patches in all, "
+            f"not {int(ends[-1])}. Give both as one processor made them"
+        )
+    return sizes
+
+
+def _whole(pixels: torch.Tensor, sizes: torch.Tensor | None) -> IntArray:
+    count, _, *room = pixels.shape
+    numbers = np.tile(room, (count, 1)) if sizes is None else sizes.numpy().astype(np.int64)
+    if numbers.shape != (count, 2):
+        raise PackingError(
+            f"{SIZES} is of shape {[*numbers.shape]}, and {IMAGES.values} holds {count} images; give "
+            f"[{count}, 2] heights and widths"
+        )
+    if len(large := np.flatnonzero((numbers > room).any(axis=1) | (numbers < 1).any(axis=1))):
+        raise PackingError(
+            f"{SIZES} says that image {large[0]} of {count} is {' x '.join(map(str, numbers[large[0]]))} pixels, and "
+            f"{IMAGES.values} holds {' x '.join(map(str, room))}. Give both as one processor made them"
+        )
+    return np.column_stack([np.ones(count, dtype=np.int64), numbers])
+
+
+def gather_images(
+    transport: Transport, shown: ShownImages, batch: Mapping[str, Any], where: str
+) -> tuple[list[BatchImages], PixelForm]:
+    """Returns the images of each rank, and the form of their pixels. A collective call.
+
+    Args:
+        batch: of this rank.
+        where: names the pass in messages.
+
+    Raises:
+        PackingError: ranks hold pixels of different dtypes or shapes: their processors differ.
+    """
+    num_images, sizes = shown.mine
+    values = [num_images, len(sizes), *_form_of(batch), *sizes.flatten().tolist()]
+    rows = transport.gather(values + [0] * (HEADER + 3 * shown.most_items - len(values)), f"{where}, sizes").wait()
+    images = [
+        BatchImages(row[0], np.array(row[HEADER : HEADER + 3 * row[1]], dtype=np.int64).reshape(-1, 3)) for row in rows
+    ]
+    holding = [rank for rank, row in enumerate(rows) if row[1]]
+    forms = np.array([rows[rank][2:HEADER] for rank in holding])
+    number, kind, axes = forms[0, :3].tolist()
+    same = ["dtype", "kind of rows", "number of axes", "numbers of a patch, or channels"]
+    if kind == PixelKind.PATCH:
+        same += ["height of a patch", "width of a patch"]
+    for at, name in enumerate(same):
+        if len(others := np.flatnonzero(forms[:, at] != forms[0, at])):
+            labels = labels_of(transport, Scope.ROWS)
+            of_ranks = [(int(forms[which, at]), labels[holding[which]]) for which in (0, others[0])]
+            meanings = {"dtype": DTYPES, "kind of rows": (None, *(of.name.lower() for of in PixelKind))}.get(name)
+            shown_as = (f"{x if meanings is None else meanings[x]} on rank {label}" for x, label in of_ranks)
+            raise PackingError(
+                f"{transport.grid.name}, {where}: {name} of pixels is {' and '.join(shown_as)}; nothing was sent. Use "
+                "one processor, with the same settings, on all ranks"
+            )
+    dtype, rooms = DTYPES[number], forms[:, 3 : 2 + axes]
+    assert dtype is not None  # ranks with images hold pixels
+    room, is_alike = tuple(rooms.max(axis=0).tolist()), bool((rooms == rooms[0]).all())
+    return images, PixelForm(PixelKind(kind), dtype, room, is_alike)
+
+
+def _form_of(batch: Mapping[str, Any]) -> list[int]:
+    """Returns dtype, kind, axes and shape of pixels; zeros without any."""
+    for media in (IMAGES, VIDEOS):
+        pixels = batch.get(media.values)
+        if pixels is not None and pixels.numel():
+            is_padded = batch.get(SIZES) is not None
+            whole = PixelKind.PADDED_IMAGE if is_padded else PixelKind.IMAGE
+            kind = whole if batch.get(media.grid) is None else PixelKind.PATCH
+            return [DTYPES.index(pixels.dtype), kind, pixels.ndim, *pixels.shape[1:], *[0] * (4 - pixels.ndim)]
+    return [0] * 6
+
+
+def check_all_hold(transport: Transport, flags: Sequence[int], number: int) -> None:
+    """Checks that all ranks hold images, or none.
+
+    Raises:
+        PackingError: some do not; ranks with images would wait for them.
+    """
+    if len(set(flags)) == 1:
+        return
+    labels = labels_of(transport, Scope.ROWS)
+    holding, without = (
+        ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag == which) for which in (1, 0)
+    )
+    raise PackingError(
+        f"{transport.grid.name}, micro-batch {number}: rank {holding} holds images, videos or "
+        f"sound, and rank {without} none. Ranks with images would wait for the others for ever: for weights "
+        "of towers that are sharded, or for gradients of towers that train. Give every rank an image in every "
+        "micro-batch (a blank one, say); or freeze the towers, leave them out of sharding (ignored parameters "
+        "of FSDP), and with DDP set find_unused_parameters=True"
+    )

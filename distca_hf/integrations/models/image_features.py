@@ -1,0 +1,197 @@
+"""Image features: what a multimodal class tells of its towers, by structure; and what its towers return.
+
+Images can be computed on another rank if the class has `get_image_features`, with arguments that are known, and its
+forward takes the result instead of pixels (`mm_encoder_outputs`), of which it reads nothing but features of tokens.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from distca_hf.arrays import IntArray
+from distca_hf.batches.beginnings import IMAGES
+from distca_hf.batches.images import KNOWN, SIZES, PixelForm, PixelKind
+from distca_hf.integrations.models.sharing import OVER_ROWS
+from distca_hf.integrations.models.structure import (
+    backbone_of,
+    forward_names,
+    passes_keywords_on,
+    syntax_of,
+    text_decoder,
+    towers,
+)
+from distca_hf.placement.images import ImageCost
+from distca_hf.runtime.moved_images import FeatureForm, Features
+
+
+# Argument of forward that takes features instead of pixels, and the features that are moved.
+OUTPUTS, FEATURES = "mm_encoder_outputs", ("pooler_output", "deepstack_features")
+# Further arguments of `get_image_features`, which are the same for all images.
+CHOICES = ("vision_feature_layer", "vision_feature_select_strategy")
+# Names of sizes in configurations of towers.
+WIDTHS, DEPTHS = ("hidden_size", "embed_dim", "embed_hidden_size"), ("num_hidden_layers", "depth")
+
+
+class Towers(NamedTuple):
+    """What is known of a model's towers.
+
+    Attributes:
+        stay: why images stay where they arrived; empty if they may move.
+        cost: work of an image.
+        side: pixels of a patch, of towers that take whole images.
+        has_frames: whether frames of a video are computed like images, by themselves.
+    """
+
+    stay: str
+    cost: ImageCost = ImageCost()
+    side: int = 1
+    has_frames: bool = False
+
+
+def towers_of(model: PreTrainedModel) -> Towers:
+    """Returns what is known of the towers of a model, which are not divided between ranks yet."""
+    backbone = backbone_of(model)
+    if text_decoder(model) is model:
+        return Towers("it has no towers")
+    if stay := _stay(backbone):
+        return Towers(stay)
+    vision = getattr(model.config, "vision_config", None)
+    tower = next((one for one in towers(model).values() if one.config is vision), None)
+    if tower is None:
+        return Towers("none of its towers has its vision_config")
+    if any(isinstance(module, OVER_ROWS) for module in tower.modules()):
+        return Towers("its tower computes means over images")
+    side = getattr(vision, "patch_size", 1)
+    side = max(side) if isinstance(side, list | tuple) else side
+    return Towers("", _cost(tower, side), side, _has_frames(tower, backbone))
+
+
+def _stay(backbone: PreTrainedModel) -> str:
+    get_features = getattr(backbone, "get_image_features", None)
+    if get_features is None:
+        return "it has no get_image_features"
+    if OUTPUTS not in inspect.signature(backbone.forward).parameters:
+        return f"its forward takes no {OUTPUTS}, as in newer Transformers"
+    known = {*KNOWN, *CHOICES}
+    others = [name for name in _named(get_features) if name not in known]
+    if others:
+        return f"its get_image_features takes {others[0]}"
+    read = [node for node in syntax_of(type(backbone).forward) if isinstance(node, ast.Subscript | ast.Attribute)]
+    entries = [node for node in read if _is_entry(node)]
+    features = [node for node in read if isinstance(node, ast.Attribute) and _is_entry(node.value)]
+    if not entries or len(features) < len(entries) or any(node.attr not in FEATURES for node in features):
+        return "its forward reads more than features of tokens"
+    return ""
+
+
+def _named(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+
+
+def _is_entry(node: ast.AST) -> bool:
+    """Returns whether a node reads an entry of the argument of forward."""
+    is_entry = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == OUTPUTS
+    return is_entry and isinstance(node.ctx, ast.Load)  # type: ignore[attr-defined]
+
+
+def _has_frames(tower: PreTrainedModel, backbone: PreTrainedModel) -> bool:
+    """Returns whether frames of videos, and images, are computed alike: layers attend within frames, and nothing that
+    the class does names time."""
+    get_videos = getattr(type(backbone), "get_video_features", None)
+    if get_videos is None or not {*_named(get_videos)} <= {"self", *KNOWN}:
+        return False
+    if not forward_names(tower, "get_vision_attention_seqlens"):
+        return False
+    names = set[str]()
+    for function in (type(tower).forward, type(backbone).get_image_features, get_videos):
+        for node in syntax_of(function):
+            names.update(str(of) for name in ("id", "attr", "arg") if (of := getattr(node, name, None)) is not None)
+    return not any("tempor" in name or "resampl" in name for name in names)
+
+
+def _cost(tower: PreTrainedModel, side: int) -> ImageCost:
+    """Counts the operations of a tower: two of each weight for a patch, four of each number of a pair in a layer.
+    Weights after its layers take several patches as one. Patches that attend within a window attend equally many."""
+    config: Any = tower.config
+    width, depth = (
+        next((getattr(config, of) for of in names if hasattr(config, of)), None) for names in (WIDTHS, DEPTHS)
+    )
+    if not isinstance(width, int) or not isinstance(depth, int):
+        return ImageCost()
+    lists = (module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module) == depth)
+    of_layers = {weight for layers in lists for weight in layers.parameters()}
+    tables = {module.weight for module in tower.modules() if isinstance(module, nn.Embedding)}
+    merged, matrices = getattr(config, "spatial_merge_size", 1) ** 2, 0
+    for weight in tower.parameters():
+        if weight.ndim > 1 and weight not in tables:
+            share = 1 if weight in of_layers else merged
+            matrices += 2 * prod(getattr(weight, "ds_shape", weight.shape)) // share
+    window, whole = getattr(config, "window_size", None), getattr(config, "fullatt_block_indexes", None)
+    if window is None or whole is None:
+        return ImageCost(4 * width * depth, matrices)
+    in_window = 4 * width * (depth - len(whole)) * (window // side) ** 2
+    return ImageCost(4 * width * len(whole), matrices + in_window)
+
+
+@dataclass
+class MovedFeatures(ModelOutput):
+    """Features of images, as `get_image_features` returns them: a tensor for each image, or one of all with an axis
+    more."""
+
+    pooler_output: Any = None
+    deepstack_features: Any = None
+
+    @classmethod
+    def of(cls, form: FeatureForm, rows: torch.Tensor, tokens: Sequence[int]) -> "MovedFeatures":
+        """Returns the features of images with so many rows each; of no image, features without rows."""
+
+        def divided(part: torch.Tensor) -> Any:
+            if not form.is_stacked:
+                return part.split([*tokens]) if tokens else (part,)
+            return part.view(len(tokens), -1, form.width) if tokens else part[None]
+
+        pooled, *deep = map(divided, rows.split(form.width, dim=1))
+        return cls(pooled, deep)
+
+
+def compute_features(
+    backbone: nn.Module, given: Mapping[str, Any], pixels: torch.Tensor, sizes: IntArray, form: PixelForm
+) -> Features | None:
+    """Returns the features of images; None of no image.
+
+    Args:
+        given: arguments of forward.
+        pixels: patches or whole images.
+        sizes: `[images, 3]` as in `BatchImages`.
+    """
+    if not len(sizes):
+        return None
+    arguments: dict[str, Any] = {IMAGES.values: pixels}
+    if form.has_patches:
+        arguments[IMAGES.grid] = torch.from_numpy(sizes).to(pixels.device)
+    elif form.kind is PixelKind.PADDED_IMAGE:
+        arguments[SIZES] = torch.from_numpy(sizes[:, 1:]).to(pixels.device)
+    names = inspect.signature(backbone.get_image_features).parameters  # type: ignore[arg-type]
+    arguments |= {name: given[name] for name in CHOICES if name in names and name in given}
+    if passes_keywords_on(type(backbone).forward, "get_image_features"):  # such as interpolate_pos_encoding
+        known = inspect.signature(backbone.forward).parameters
+        settings = ((name, value) for name, value in given.items() if name not in known)
+        arguments |= {name: value for name, value in settings if isinstance(value, bool | int | float | str)}
+    output = backbone.get_image_features(**arguments | {"return_dict": True})  # type: ignore[operator]
+    pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
+    if isinstance(pooled, torch.Tensor) and pooled.ndim == 3:
+        tokens, rows = [pooled.shape[1]] * len(pooled), pooled.flatten(0, 1)
+    else:
+        tokens, rows = [len(of) for of in pooled], torch.cat([*pooled])
+    columns = [rows, *(torch.cat([*of_layer]) for of_layer in deep)]
+    form_of = FeatureForm(isinstance(pooled, torch.Tensor), len(deep), rows.shape[-1], rows.dtype)
+    return Features(torch.cat(columns, dim=1) if deep else rows, tokens, form_of)

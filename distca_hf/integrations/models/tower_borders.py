@@ -1,0 +1,228 @@
+"""Tower borders: images are computed on the rank that has time for them, and their features come home.
+
+    model(batch of this rank)
+      backbone  ──▶ pixels of images that this rank computes ──▶ tower, projector ──▶ features
+      ◀── features of the images of its own batch, which forward takes instead of pixels
+      embedding, text decoder: as they are
+
+A hook stands where the backbone begins, so that all ranks run towers at the same place, also without an image. Ranks
+show each other sizes, then numbers of features: two gathers and two exchanges, and one exchange in backward. If images
+are even where they arrived, nothing is sent, and forward computes them itself.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from distca_hf.arrays import IntArray, sum_by
+from distca_hf.batches.batch_documents import Batch, media_of, tokens_of
+from distca_hf.batches.beginnings import IMAGES, VIDEOS
+from distca_hf.batches.images import BatchImages, PixelForm, PixelKind, ShownImages, check_all_hold, gather_images
+from distca_hf.comm.transport import Transport
+from distca_hf.cost import imbalance
+from distca_hf.integrations.models.hooks import Hook, Keywords
+from distca_hf.integrations.models.image_features import OUTPUTS, MovedFeatures, compute_features, towers_of
+from distca_hf.integrations.models.structure import backbone_of, names_by_position
+from distca_hf.placement.images import PlacedImages, place_images
+from distca_hf.planning.image_moves import ImageMoves
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.moved_images import FeatureForm, RowsHome, index_on, send_pixels, show_features
+from distca_hf.runtime.posted import among_trainers
+from distca_hf.telemetry import get_logger
+from distca_hf.torch_private import hidden_from_dynamo
+
+
+log = get_logger(__name__)
+
+# Where images are computed.
+STAY, MOVE = "on the ranks where they arrived", "on ranks with less work"
+
+
+class Units(NamedTuple):
+    """Images, or frames of videos, of all ranks.
+
+    Attributes:
+        sizes: `[units, 3]` of each, as in `BatchImages`.
+        held: `[units]` rank whose batch holds each.
+        rows: `[units]` rows of pixels of each.
+        of_items: `[items of this rank]` number of units of each image and video.
+    """
+
+    sizes: IntArray
+    held: IntArray
+    rows: IntArray
+    of_items: IntArray
+
+    @classmethod
+    def of(cls, images: list[BatchImages], form: PixelForm, has_frames: bool, rank: int) -> "Units":
+        """Returns the units of all ranks' images."""
+        sizes, counts = np.concatenate([of.sizes for of in images]), np.array([len(of.sizes) for of in images])
+        held, parts = np.repeat(np.arange(len(images)), counts), np.ones(len(sizes), dtype=np.int64)
+        if has_frames:
+            parts = sizes[:, 0]
+            sizes = sizes.copy()
+            sizes[:, 0] = 1
+        of_units = np.repeat(sizes, parts, axis=0)
+        rows = of_units.prod(axis=1) if form.has_patches else np.ones(len(of_units), dtype=np.int64)
+        return cls(of_units, np.repeat(held, parts), rows, parts[held == rank])
+
+
+class TowerBorders:
+    """A hook on the backbone of one model. It does nothing in a pass whose images stay.
+
+    Attributes:
+        towers: what is known of the model's towers.
+        imbalance: of the latest batch whose images may move: largest over mean work of ranks' towers, where images
+            arrived and where they were computed.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._backbone, self._class_name = backbone_of(model), type(model).__name__
+        self._names, self.towers = names_by_position(self._backbone), towers_of(model)
+        self.imbalance = (1.0, 1.0)
+        self._shown: ShownImages | None = None
+        self._is_open, self._every_rank, self._differentiates = False, False, False
+        self._said, self._has_moved = set[str](), False
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def may_move(self) -> bool:
+        """Whether images of this class may be computed on other ranks."""
+        return not self.towers.stay
+
+    def enter(self) -> None:
+        """Adds the hook. It runs after those that plan a batch."""
+        if self.may_move:
+            self._handles = [self._backbone.register_forward_pre_hook(Hook(self._before), with_kwargs=True)]
+
+    def leave(self) -> None:
+        """Removes the hook."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, batch: Batch, shown: ShownImages | None, every_rank: bool, differentiates: bool) -> None:
+        """Opens the borders for a pass on a batch.
+
+        Args:
+            shown: images of the batch; None if they stay.
+            every_rank: whether a rank that computes an image waits for the towers of all others.
+            differentiates: whether towers, or what follows them, need gradients; the same on all ranks.
+        """
+        self._shown, self._is_open = shown, shown is not None
+        self._every_rank, self._differentiates = every_rank, differentiates and torch.is_grad_enabled()
+        if self.towers.stay and media_of(batch):
+            self._say_once(STAY, self.towers.stay)
+
+    def _say_once(self, how: str, why: str) -> None:
+        """Logs once for each reason where images are computed."""
+        if why and how + why not in self._said:
+            self._said.add(how + why)
+            log.info("%s: images are computed %s: %s", self._class_name, how, why)
+
+    def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
+        """Computes images. torch.compile traces this; it does nothing for a batch whose images stay."""
+        if not self._is_open or kwargs.get("distca_plan") is None:
+            return None
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        changed = self._compute(module, kwargs["distca_plan"], given)
+        return None if changed is None else (args[len(self._names) :], given | changed)
+
+    # Outside of compiled graphs, because numbers of images and patches differ from batch to batch.
+    @hidden_from_dynamo
+    def _compute(self, backbone: nn.Module, plan: LivePlan, given: Keywords) -> Keywords | None:
+        """Returns arguments of forward that replace pixels; None if images stay. A collective call.
+
+        Raises:
+            PackingError: ranks hold pixels of different forms; see `gather_images`.
+            UnsupportedAttentionError: the class returns other features than expected; see `show_features`.
+        """
+        shown, self._shown, self._is_open = self._shown, None, False
+        assert shown is not None
+        transport, where = among_trainers(plan.transport), f"micro-batch {plan.micro_batch}, images"
+        values = [x for media in (IMAGES, VIDEOS) if (x := given.get(media.values)) is not None and x.numel()]
+        images, form = gather_images(transport, shown, given, where)
+        units = Units.of(images, form, self.towers.has_frames, transport.rank)
+        placed = self._placed(images, form, units, transport, plan.micro_batch)
+        if placed is None:
+            return None
+        moves = ImageMoves.of(placed.rank_of, placed.spares, units.held, transport.rank)
+        device = tokens_of(given).device
+        pixels = _sent(transport, values, form, moves, units, device, where)
+        features = compute_features(backbone, given, pixels, units.sizes[moves.computed], form)
+        of_features, tokens = show_features(transport, features, moves, placed.rank_of, where)
+        rows = tokens[units.held == transport.rank]
+        places, sent, received = moves.feature_rows(rows, tokens)
+        way = RowsHome(transport, index_on(device, places), sent, received, where)
+        computed = of_features.of_no_image(device) if features is None else features.rows
+        home = way.features(computed, self._differentiates)
+        of_items = np.add.reduceat(rows, np.cumsum(units.of_items) - units.of_items) if len(rows) else rows
+        return self._replaced(given, shown.mine.num_images, of_features, home, of_items.tolist())
+
+    def _placed(
+        self, images: list[BatchImages], form: PixelForm, units: Units, transport: Transport, number: int
+    ) -> PlacedImages | None:
+        """Returns where units are computed; None if all stay."""
+        counts = np.array([[of.num_images, len(of.sizes)] for of in images])
+        stay = ""
+        if not form.is_alike and form.kind is PixelKind.IMAGE:
+            stay = "a batch has images of different heights or widths on its ranks, and no sizes of them"
+        elif not self.towers.has_frames and (counts[:, 0] != counts[:, 1]).any():
+            stay = "it has videos whose frames are not computed by themselves"
+        self._say_once(STAY, stay)
+        if stay:
+            if self._every_rank:
+                check_all_hold(transport, (counts[:, 1] > 0).astype(int).tolist(), number)
+            return None
+        side = 1 if form.has_patches else self.towers.side
+        patches = units.sizes.prod(axis=1) // side**2
+        work = self.towers.cost.work_of(np.maximum(patches, 1))
+        placed = place_images(work, units.held, transport.world_size, self._every_rank)
+        before, after = (imbalance(sum_by(of, work, transport.world_size)) for of in (units.held, placed.rank_of))
+        self.imbalance = before, after
+        if (placed.rank_of == units.held).all() and (placed.spares < 0).all():
+            return None
+        if not self._has_moved:
+            self._has_moved = True
+            shown = f"work of the busiest rank's tower {before:.2f} -> {after:.2f} times the mean"
+            self._say_once(MOVE, f"{shown} (in the first uneven micro-batch)")
+        return placed
+
+    def _replaced(
+        self, given: Keywords, num_images: int, form: FeatureForm, rows: torch.Tensor, tokens: list[int]
+    ) -> Keywords:
+        """Returns features of a batch's images and videos, and no pixels. On a rank without any, features of no image
+        let backward reach the exchange."""
+        changed: Keywords = {media.values: None for media in (IMAGES, VIDEOS) if media.values in given}
+        of_images, of_videos = rows.split([sum(tokens[:num_images]), sum(tokens[num_images:])])
+        outputs = dict[str, MovedFeatures]()
+        if num_images or (not tokens and self._differentiates):
+            outputs["image"] = MovedFeatures.of(form, of_images, tokens[:num_images])
+        if num_images < len(tokens):
+            outputs["video"] = MovedFeatures.of(form, of_videos, tokens[num_images:])
+        return changed | ({OUTPUTS: outputs} if outputs else {})
+
+
+def _sent(
+    transport: Transport,
+    values: list[torch.Tensor],
+    form: PixelForm,
+    moves: ImageMoves,
+    units: Units,
+    device: torch.device,
+    where: str,
+) -> torch.Tensor:
+    """Returns `[rows, ...]` pixels that this rank computes. A collective call."""
+    if not values:
+        pixels = torch.empty((0, *form.room), dtype=form.dtype, device=device)
+    else:
+        pixels = torch.cat(values) if len(values) > 1 else values[0]
+        missing = [size - has for size, has in zip(form.room, pixels.shape[1:], strict=True)]
+        if any(missing):  # whole images get the same room on all ranks
+            pixels = nn.functional.pad(pixels, (0, missing[2], 0, missing[1]))
+    leaving, sent, received = moves.pixel_rows(units.rows[units.held == transport.rank], units.rows)
+    arrived = send_pixels(transport, pixels.flatten(1), index_on(device, leaving), sent, received, where)
+    return arrived.view(len(arrived), *form.room)

@@ -1,0 +1,99 @@
+"""Images: decides which rank computes which image or frame, so that towers have even work on all ranks.
+
+    arrived    0 | page page photo          computed    0 | page photo          an image of p patches costs p² + ap:
+               1 | photo                                1 | page photo          all of them attend to each other
+
+Towers run before the text decoder, and ranks meet between them. So this work is even by itself, apart from the text's.
+An image that may stay where it arrived stays. Batches that are even are not moved.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from distca_hf.arrays import IntArray, sum_by
+from distca_hf.placement.given import EVEN
+
+
+# How far an image may exceed even work and stay: tried in this order, until the busiest rank has hardly more work than
+# without any preference.
+STAYING, HARDLY_MORE = (1.005, 1.0), 1.01
+
+
+@dataclass(frozen=True)
+class ImageCost:
+    """Work of a tower: operations of its attention and matrices.
+
+    Attributes:
+        pair: operations of a pair of patches that attend to each other, in all layers that attend to whole images.
+        patch: operations of a patch in everything else.
+    """
+
+    pair: int = 0
+    patch: int = 1
+
+    def work_of(self, patches: IntArray) -> IntArray:
+        """Returns the work of images, or frames, of so many patches."""
+        work: IntArray = patches * (self.pair * patches + self.patch)
+        return work
+
+
+class PlacedImages(NamedTuple):
+    """The ranks that compute images.
+
+    Attributes:
+        rank_of: `[images]` rank that computes each.
+        spares: `[ranks]` image of which the rank computes a copy that nobody uses, because it computes no other; -1 if
+            it does not.
+    """
+
+    rank_of: IntArray
+    spares: IntArray
+
+
+def place_images(work: IntArray, home: IntArray, num_ranks: int, every_rank: bool = False) -> PlacedImages:
+    """Returns where images are computed.
+
+    Args:
+        work: `[images]` work of each.
+        home: `[images]` rank whose batch holds it.
+        num_ranks: ranks that share the images.
+        every_rank: whether every rank must compute an image, if there is any.
+    """
+    rank_of = _placed(work, home, num_ranks)
+    spares = np.full(num_ranks, -1)
+    if every_rank and len(work):
+        spares[np.bincount(rank_of, minlength=num_ranks) == 0] = int(work.argmin())
+    return PlacedImages(rank_of, spares)
+
+
+def _placed(work: IntArray, home: IntArray, num_ranks: int) -> IntArray:
+    """Returns the rank of each image: the largest first, on their home if it has room, else on the least busy rank."""
+    loads = sum_by(home, work, num_ranks)
+    if loads.max(initial=0) <= EVEN * loads.mean():
+        return home
+    least = max(loads.mean(), work.max())
+    best = _dealt(work, home, num_ranks, 0.0)
+    most = sum_by(best, work, num_ranks).max()
+    for staying in STAYING:
+        dealt = _dealt(work, home, num_ranks, staying * least)
+        if sum_by(dealt, work, num_ranks).max() <= HARDLY_MORE * most:
+            return dealt
+    return best
+
+
+def _dealt(work: IntArray, home: IntArray, num_ranks: int, room: float) -> IntArray:
+    """Deals images, the largest first. An image stays at home while that has room for this much work."""
+    loads, of_images, of_homes = [0] * num_ranks, work.tolist(), home.tolist()
+    least_busy, rank_of = [(0, rank) for rank in range(num_ranks)], of_homes.copy()
+    for image in np.argsort(-work, kind="stable").tolist():
+        rank = of_homes[image]
+        if loads[rank] + of_images[image] > room:
+            while least_busy[0][0] != loads[least_busy[0][1]]:  # it has more work by now, and another entry
+                heapq.heappop(least_busy)
+            rank = rank_of[image] = least_busy[0][1]
+        loads[rank] += of_images[image]
+        heapq.heappush(least_busy, (loads[rank], rank))
+    return np.array(rank_of, dtype=np.int64)

@@ -1,0 +1,94 @@
+"""Image moves: which rows of pixels and of features one rank sends, receives and computes.
+
+    rank 0   batch [i0 i1]  ── pixels ──▶  computes [i0 i2]  ── features ──▶  [i0 i1]
+    rank 1   batch [i2]                    computes [i1]                      [i2]
+
+Units are images, or frames of videos. The order of a batch is its images, then the frames of its videos. Ranks compute
+units in the order in which they arrive: by rank, then in that rank's order. So features leave in the order in which
+they were computed.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from distca_hf.arrays import IntArray, offsets, ranges, sum_by
+
+
+@dataclass(frozen=True, eq=False)
+class ImageMoves:
+    """Moves of one rank.
+
+    Attributes:
+        sent: units of its batch that it sends, by destination, counted within the batch.
+        sent_to: `[sent]` their destinations.
+        computed: units that it computes, in order, as numbers among those of all ranks. A spare is the only one.
+        computed_of: `[computed]` the ranks whose batches hold them.
+        is_spare: whether it computes a unit whose features nobody needs.
+        home: `[units of the batch]` the rank that computes each.
+        of_ranks: `[ranks]` number of units that each rank computes, with spares.
+    """
+
+    sent: IntArray
+    sent_to: IntArray
+    computed: IntArray
+    computed_of: IntArray
+    is_spare: bool
+    home: IntArray
+    of_ranks: IntArray
+
+    @classmethod
+    def of(cls, rank_of: IntArray, spares: IntArray, held: IntArray, rank: int) -> Self:
+        """Returns the moves of a rank.
+
+        Args:
+            rank_of, spares: where units of all ranks are computed (`PlacedImages`); they are numbered by rank, in the
+                order of batches.
+            held: `[units]` rank whose batch holds each.
+        """
+        with_spare = np.flatnonzero(spares >= 0)
+        unit = np.concatenate([np.arange(len(held)), spares[with_spare]])
+        target = np.concatenate([rank_of, with_spare])
+        leaves = np.flatnonzero(held[unit] == rank)
+        leaves = leaves[np.lexsort((unit[leaves], target[leaves]))]
+        comes = np.sort(unit[target == rank])  # by home rank, because units are numbered by rank
+        first = int(np.searchsorted(held, rank))
+        return cls(
+            sent=unit[leaves] - first,
+            sent_to=target[leaves],
+            computed=comes,
+            computed_of=held[comes],
+            is_spare=bool(spares[rank] >= 0),
+            home=rank_of[held == rank],
+            of_ranks=np.bincount(target, minlength=len(spares)),
+        )
+
+    def pixel_rows(self, rows: IntArray, all_rows: IntArray) -> tuple[IntArray, list[int], list[int]]:
+        """Returns rows of the batch's pixels in the order in which they leave, and numbers of rows to and from each
+        rank.
+
+        Args:
+            rows: `[units of the batch]` rows of each.
+            all_rows: `[units]` rows of those of all ranks.
+        """
+        num_ranks = len(self.of_ranks)
+        leaving = ranges(offsets(rows)[:-1][self.sent], rows[self.sent])
+        sent = sum_by(self.sent_to, rows[self.sent], num_ranks)
+        return leaving, sent.tolist(), sum_by(self.computed_of, all_rows[self.computed], num_ranks).tolist()
+
+    def feature_rows(self, rows: IntArray, all_rows: IntArray) -> tuple[IntArray, list[int], list[int]]:
+        """Returns the places of features, in the order in which they come home, and numbers of rows to and from each
+        rank.
+
+        Args:
+            rows: `[units of the batch]` features of each.
+            all_rows: `[units]` features of those of all ranks.
+        """
+        num_ranks = len(self.of_ranks)
+        order = np.argsort(self.home, kind="stable")
+        places = ranges(offsets(rows)[:-1][order], rows[order])
+        sent = np.zeros(num_ranks, dtype=np.int64)
+        if not self.is_spare:
+            sent = sum_by(self.computed_of, all_rows[self.computed], num_ranks)
+        return places, sent.tolist(), sum_by(self.home, rows, num_ranks).tolist()

@@ -1,0 +1,315 @@
+"""Times training steps of a Qwen3-VL on pages, photos and text, with towers where images arrived and where time is.
+
+    torchrun --nproc-per-node 2 scripts/benchmarks/image_towers.py --layers 4 --tower-layers 3 --rounds 8
+    torchrun --nproc-per-node 2 scripts/benchmarks/image_towers.py --device cpu --size tiny --layers 2 \\
+        --page-side 16 --photo-side 4 --pages 2 --photos 2 --texts 2 --page-tokens 60 --photo-tokens 40 --rounds 2 \\
+        --warmup 1
+
+Each workload is measured by itself. A step is forward and backward of one pack of each rank, FSDP's collectives (of
+towers, too), and AdamW at a learning rate of 0. All modes run in one process with the same weights, documents and
+kernel, one after the other, again and again.
+
+    mix     packs of the first half of the ranks are pages with little text; those of the others are photos, and text
+            of as many tokens
+    even    every rank has its share of pages, photos and text
+
+A document has one image before its text, or none. There is no head, and the loss is a weighted mean of squared hidden
+states of all tokens: a gradient for every row. Towers attend with sdpa in all modes. Layers of the text and of the
+tower are as many as asked for; a model of 36 layers has a tower of 27.
+
+Figures of the table are of the slowest or largest rank:
+
+    step            median of the rounds, from a barrier until the device is done
+    ÷ first         median of the rounds' ratios to the first mode
+    ÷ ideal, ÷ arrived    the same to these modes, if they are measured
+    towers          largest over mean work of the ranks' towers, as the product counts it
+    peak            most memory that torch had allocated at once
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForImageTextToText, Qwen3VLConfig
+
+import distca_hf
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.models.hooks import BackboneCalls
+from distca_hf.integrations.models.structure import set_attention, text_configs
+from distca_hf.integrations.models.tower_borders import TowerBorders
+from lib.baselines.attention import register_ways
+from lib.baselines.operators import OwnKeys, make_call
+from lib.header import facts_of
+from lib.model import Backbone, Shape, prepare
+from lib.modes import AsOfTrainer, Batch, Mode, Place, without
+from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.parser import count, few, whole, write_figures
+from lib.report import Measured
+from lib.rounds import equal_losses
+from lib.tables import markdown, number
+from lib.whole_model import OPTIMIZERS, TrainingRunner
+from lib.wires import Wires
+
+
+MODES = {
+    "plain": "packs as they are, and the kernel itself; nothing is exchanged but weights and gradients",
+    "ideal": "the same on packs of the workload even: all work is even, and nothing is exchanged",
+    "arrived": "the product with towers where images arrived; rows are placed",
+    "moved": "the product: images are computed where towers have even work, too",
+}
+COLUMNS = ("mode", "step ms", "÷ first", "÷ ideal", "÷ arrived", "towers", "peak GiB", "exchanged GB", "loss")
+WORKLOADS = ("mix", "even")
+# Patches of a side of the square that becomes a token, pixels of a patch, and frames of one.
+MERGED, PATCH, FRAMES = 2, 16, 2
+# Sizes of text and tower. `deep` says which layers of the tower give features to layers of the text, as parts of its
+# depth.
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "8b": {
+        "text": {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151_936,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        },
+        "tower": {"hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "num_position_embeddings": 2304},
+    },
+    "tiny": {
+        "text": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+        },
+        "tower": {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 64},
+    },
+}
+# Patches of a side of its image, 0 without one, and tokens of its text.
+Document = tuple[int, int]
+
+
+def main() -> None:
+    on_all_ranks(measure, parse())
+
+
+def parse() -> argparse.Namespace:
+    parser = shared_options(__doc__, MODES)
+    parser.set_defaults(modes="plain,ideal,arrived,moved", checkpointing="saved")
+    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
+    parser.add_argument("--size", choices=[*SIZES], default="8b", help="of text and tower, in place of a preset")
+    parser.add_argument("--tower-layers", type=few, default=3, help="layers of the tower")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated, see above")
+    parser.add_argument("--pages", type=count, default=4, help="pages of a rank that has them; an even number")
+    parser.add_argument("--page-side", type=count, default=128, help="patches of a side of a page")
+    parser.add_argument("--photos", type=count, default=16, help="photos of a rank that has them; an even number")
+    parser.add_argument("--photo-side", type=count, default=32, help="patches of a side of a photo")
+    parser.add_argument("--page-tokens", type=count, default=512, help="of the text of a page")
+    parser.add_argument("--photo-tokens", type=count, default=256, help="of the text of a photo")
+    parser.add_argument("--texts", type=count, default=10, help="documents of text of a rank that has photos; even")
+    parser.add_argument("--seed", type=whole, default=0, help="of tokens and pixels")
+    options = parse_shared(parser, MODES)
+    for name in ("config", "preset", "documents", "liger", "compile"):
+        if vars(options)[name] != parser.get_default(name):
+            parser.error(f"--{name} is for other programs: this one has --size and its own documents")
+    options.workloads, options.layers = options.workloads.split(","), options.layers or 4
+    if unknown := [name for name in options.workloads if name not in WORKLOADS]:
+        parser.error(f"workload {unknown[0]!r} is none of {', '.join(WORKLOADS)}")
+    for name in ("pages", "photos", "texts", "page_side", "photo_side"):
+        if vars(options)[name] % 2:
+            parser.error(f"--{name.replace('_', '-')} {vars(options)[name]} is odd")
+    rest = options.pages * tokens_of((options.page_side, options.page_tokens))
+    rest -= options.photos * tokens_of((options.photo_side, options.photo_tokens))
+    if rest < options.texts or rest % options.texts:
+        parser.error(
+            f"photos leave {rest} tokens of as many as pages have; --texts {options.texts} do not divide them"
+        )
+    options.text_tokens = rest // options.texts
+    return options
+
+
+def tokens_of(document: Document) -> int:
+    """Returns the tokens of a document: its image's, and its text's."""
+    side, tokens = document
+    return (side // MERGED) ** 2 + tokens
+
+
+def packs_of(options: argparse.Namespace, workload: str, num_ranks: int) -> list[list[Document]]:
+    """Returns the documents of every rank, of equally many tokens.
+
+    Raises:
+        SystemExit: the number of ranks is odd.
+    """
+    if num_ranks % 2:
+        raise SystemExit(f"{num_ranks} ranks: half of them have pages; launch an even number")
+    pages = [(options.page_side, options.page_tokens)] * options.pages
+    photos = [(options.photo_side, options.photo_tokens)] * options.photos
+    texts = [(0, options.text_tokens)] * options.texts
+    if workload == "mix":
+        return [pages] * (num_ranks // 2) + [photos + texts] * (num_ranks // 2)
+    return [pages[::2] + photos[::2] + texts[::2]] * num_ranks
+
+
+def build_config(options: argparse.Namespace) -> Qwen3VLConfig:
+    """Returns the configuration of a Qwen3-VL."""
+    sizes, depth = SIZES[options.size], options.tower_layers
+    text = {**sizes["text"], "num_hidden_layers": options.layers, "use_cache": False}
+    text["max_position_embeddings"] = max(tokens_of(one) for one in packs_of(options, "even", 2)[0]) + 1
+    tower = {**sizes["tower"], "depth": depth, "out_hidden_size": text["hidden_size"], "patch_size": PATCH}
+    tower |= {"spatial_merge_size": MERGED, "temporal_patch_size": FRAMES}
+    deep = sorted({depth * part // 4 for part in (1, 2, 3)})[: options.layers]
+    config = Qwen3VLConfig(text_config=text, vision_config={**tower, "deepstack_visual_indexes": deep})
+    config.image_token_id = text["vocab_size"] - 1
+    return config
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Builds the model once, and measures one workload after the other.
+
+    Raises:
+        SystemExit: losses of the same documents differ.
+    """
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    packs = {workload: packs_of(options, workload, num_ranks) for workload in WORKLOADS}
+    register_ways()
+    config, dtype = build_config(options), torch.float32 if options.fsdp else options.dtype
+    torch.manual_seed(options.seed)
+    with device:
+        causal_lm = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+    model = Backbone(causal_lm)
+    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
+    place = Place(wires, device, options.kernel, options.dtype, model, Shape(0.0, {}), options.checkpointing)
+    distca_hf.enable(model, place.plugin(0), config.text_config.max_position_embeddings)
+    prepare(model, options, device)
+    runner = TowerRunner(model, wires, device, options.optimizer)
+    figures: dict[str, dict[str, dict[str, Any]]] = {}
+    wrong: list[str] = []
+    for workload in options.workloads:
+        batches = {of: batch_of(packs[of][rank], config, options.seed + rank, device) for of in WORKLOADS}
+        modes = [_mode(name, place, batches["even" if name == "ideal" else workload]) for name in options.modes]
+        measured = runner.run(modes, options.warmup, options.rounds, exposed=False)
+        watch = watch_of(causal_lm)
+        assert watch is not None
+        figures[workload] = figures_of(measured, watch.towers.imbalance)
+        if rank == 0:
+            options.documents = f"of {workload}"
+            tokens = sum(map(tokens_of, packs[workload][0]))
+            header = "; ".join(facts_of(options, config, tokens, device))
+            print(f"{header}; {options.tower_layers} layers of the tower\n\n{table(figures[workload])}\n", flush=True)
+            write_figures(options, workloads=figures)
+        losses = {name: mode.loss for name, mode in measured.items() if name != "ideal"}
+        if not equal_losses([*losses.values()], options.dtype):
+            wrong.append(f"{workload}: {losses}")
+    if wrong:
+        raise SystemExit(f"losses of the same documents differ: {'; '.join(wrong)}")
+
+
+class TowerRunner(TrainingRunner):
+    """Runs steps; only the text attends as modes say."""
+
+    @contextmanager
+    def ready(self, mode: Mode) -> Iterator[Callable[[], torch.Tensor]]:
+        """Yields a step of this mode, as `Runner.ready`."""
+        for config in text_configs(self._model.causal_lm):
+            set_attention(config, mode.implementation)
+        with mode.running():
+            yield partial(self.step, mode)
+            self._model.zero_grad(set_to_none=True)
+
+
+def batch_of(documents: Sequence[Document], config: Qwen3VLConfig, seed: int, device: torch.device) -> Batch:
+    """Returns a pack of documents with random tokens and pixels; positions on all axes are those of text."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([tokens_of(document) for document in documents])
+    ids = torch.randint(0, config.image_token_id, (int(lengths.sum()),), generator=random)
+    first = lengths.cumsum(0) - lengths
+    sides = torch.tensor([side for side, _ in documents])
+    for start, side in zip(first.tolist(), sides.tolist(), strict=True):
+        ids[start : start + (side // MERGED) ** 2] = config.image_token_id
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    grid = torch.stack([torch.ones_like(sides), sides, sides], dim=1)[sides > 0]
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * FRAMES * PATCH**2, generator=random)
+    batch = {
+        "input_ids": ids[None],
+        "position_ids": positions.expand(3, 1, -1),
+        "cu_seq_lens_q": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def _mode(name: str, place: Place, batch: Batch) -> Mode:
+    """Returns the mode of a name for a batch."""
+    meanwhile: list[Callable[[], AbstractContextManager[object]]] = []
+    if name in ("plain", "ideal"):
+        offsets = batch["cu_seq_lens_q"].tolist()
+        lengths = [stop - start for start, stop in pairwise(offsets)]
+        call = make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), place.device)
+        given = {key: value for key, value in batch.items() if key != "cu_seq_lens_q"}
+        meanwhile.append(partial(without, BackboneCalls, "_open"))
+        return Mode(name, "bench_whole", [{**given, "bench_work": place.work([call])}], meanwhile=meanwhile)
+    if name == "arrived":
+        meanwhile.append(partial(without, TowerBorders, "begin"))
+    batches = AsOfTrainer(place.model, [[batch]], shares=False)
+    return Mode(name, "distca", batches, watched=True, exchanges=True, meanwhile=meanwhile)
+
+
+def figures_of(measured: Mapping[str, Measured], towers: tuple[float, float]) -> dict[str, dict[str, Any]]:
+    """Returns the figures of each mode, and ratios.
+
+    Args:
+        measured: measurements by mode.
+        towers: largest over mean work of towers, where images arrived and where the product computes them.
+    """
+
+    def ratio(own: Measured, other: Measured | None) -> float | None:
+        both = zip(own.seconds, other.seconds if other else (), strict=False)
+        ratios = [mine / theirs for mine, theirs in both]
+        return statistics.median(ratios) if ratios else None
+
+    first, ideal, arrived = next(iter(measured.values())), measured.get("ideal"), measured.get("arrived")
+    return {
+        name: {
+            **vars(mode),
+            "step_seconds": mode.step_seconds,
+            "ratio_to_first": ratio(mode, first),
+            "ratio_to_ideal": ratio(mode, ideal),
+            "ratio_to_arrived": ratio(mode, arrived),
+            "towers": {"ideal": 1.0, "moved": towers[1]}.get(name, towers[0]),
+        }
+        for name, mode in measured.items()
+    }
+
+
+def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns a Markdown table with a row for each mode."""
+    rows = [
+        (
+            name,
+            number(of["step_seconds"], 1e3, 1),
+            number(of["ratio_to_first"], 1, 3),
+            number(of["ratio_to_ideal"], 1, 3),
+            number(of["ratio_to_arrived"], 1, 3),
+            number(of["towers"], 1, 3),
+            number(of["peak_bytes"] or None, 2**-30, 1),
+            number(of["exchanged_bytes"], 1e-9, 3),
+            number(of["loss"], 1, 4),
+        )
+        for name, of in figures.items()
+    ]
+    return markdown(COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Images go to ranks with less work, and stay where they arrived if they may."""
+
+import numpy as np
+
+from distca_hf.arrays import sum_by
+from distca_hf.cost import imbalance
+from distca_hf.placement.images import ImageCost, place_images
+
+
+PAGE, PHOTO = 128 * 128, 32 * 32
+# Operations of the tower of Qwen3-VL-8B: 27 layers of 1152 numbers.
+COST = ImageCost(pair=4 * 1152 * 27, patch=2 * 412_000_000)
+
+
+def test_work_is_that_of_attention_and_of_matrices() -> None:
+    patches = np.array([1, 16, PAGE])
+
+    assert COST.work_of(patches).tolist() == [4 * 1152 * 27 * p**2 + 824_000_000 * p for p in patches.tolist()]
+
+
+def test_even_images_stay() -> None:
+    home = np.array([0, 1, 1, 0])
+    work = np.array([100, 100, 1, 3])
+
+    assert place_images(work, home, 2).rank_of.tolist() == home.tolist()
+    assert place_images(work[:0], home[:0], 2, every_rank=True).spares.tolist() == [-1, -1]
+
+
+def test_few_images_leave_their_rank() -> None:
+    """Rank 0 has four pages, rank 1 sixteen photos: two pages leave."""
+    home, work = np.repeat([0, 1], [4, 16]), COST.work_of(np.repeat([PAGE, PHOTO], [4, 16]))
+    rank_of = place_images(work, home, 2).rank_of
+
+    assert imbalance(sum_by(home, work, 2)) > 1.8
+    assert imbalance(sum_by(rank_of, work, 2)) < 1.02
+    assert (rank_of[:4] == 0).sum() == (rank_of[:4] == 1).sum() == 2
+
+
+def test_work_is_even_on_mixes_of_pages_photos_and_text() -> None:
+    """Half of the ranks hold no image. The busiest has hardly more than the mean, or than the least that images allow,
+    which are not divided."""
+    random = np.random.default_rng(0)
+    for num_ranks in (2, 4, 8, 64):
+        for _ in range(20):
+            home = np.sort(random.integers(0, num_ranks // 2 + 1, num_ranks * 6)) % num_ranks
+            patches = random.choice([PAGE, PHOTO, 4 * PHOTO, 300], len(home), p=[0.2, 0.4, 0.2, 0.2])
+            work = COST.work_of(patches)
+            placed = sum_by(place_images(work, home, num_ranks).rank_of, work, num_ranks)
+
+            assert placed.sum() == work.sum()
+            large = np.sort(work)[::-1][: num_ranks + 1]  # two of these share a rank
+            assert placed.max() <= 1.1 * max(work.sum() / num_ranks, large[0], large[-1] + large[-2])
+            assert placed.max() <= sum_by(home, work, num_ranks).max()
+
+
+def test_a_rank_without_an_image_computes_a_copy_of_the_smallest() -> None:
+    placed = place_images(np.array([5, 90]), np.array([2, 2]), 4, every_rank=True)
+
+    assert sorted(placed.rank_of.tolist()) == [0, 2]
+    assert placed.spares.tolist() == [-1, 0, -1, 0]
