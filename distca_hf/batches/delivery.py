@@ -36,6 +36,7 @@ class Delivery:
         prefetch: micro-batches that are prepared ahead.
 
     Attributes:
+        documents_truncated: documents that lost their end to `overlong="truncate"`.
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
     """
 
@@ -43,6 +44,7 @@ class Delivery:
     # For Accelerate: whether the last batch of an epoch was handed out, and how many of its rows ranks hold twice.
     end_of_dataloader, remainder = False, 0
     preparer: HostPlans
+    documents_truncated: int
 
     def __init__(
         self, planner: PlacedPlanner, transport: Transport, device: torch.device, micro_steps: int, prefetch: int

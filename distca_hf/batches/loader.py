@@ -96,6 +96,7 @@ class PlacedLoader(Delivery):
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         source_settings = planner.longest_tokens, config.overlong, planner.whole_documents, reading, seed
         self._source = DocumentSource(dataset, *source_settings)
+        self.documents_truncated = self._source.documents_truncated  # of an epoch
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         lengths = self._source.document_tokens
         whole_steps = 1 if planner.step_shape is None else micro_steps
@@ -126,11 +127,6 @@ class PlacedLoader(Delivery):
     def longest_document_tokens(self) -> int:
         """Tokens of the longest document, after splitting or truncating."""
         return int(self._source.document_tokens.max())
-
-    @property
-    def documents_truncated(self) -> int:
-        """Documents of an epoch that lost their end to `overlong="truncate"`."""
-        return self._source.documents_truncated
 
     def log_masks(self) -> None:
         """Logs which masks of the dataset decide what is learnt, and which do not."""

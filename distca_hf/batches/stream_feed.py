@@ -35,11 +35,13 @@ class StreamPosition:
         place: of the window, before the optimizer step of this micro-batch.
         into_step: micro-batches of that step that come before it.
         micro_batches: handed out before, in all passes.
+        step_batches: micro-batches of that step, if the rest of it came before, in the last pass; 0: all of them.
     """
 
     place: WindowPlace
     into_step: int = 0
     micro_batches: int = 0
+    step_batches: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,7 @@ class FedBatch:
         read_seconds: seconds that each rank has spent reading, since the last micro-batch.
         truncated: documents that all readers cut since then.
         is_last: whether the pass ends with it.
+        owed: micro-batches that the last optimizer step of the pass lacks.
     """
 
     prepared: Prepared
@@ -60,6 +63,7 @@ class FedBatch:
     read_seconds: Sequence[float]
     truncated: int
     is_last: bool
+    owed: int
 
 
 class StreamFeed:
@@ -127,12 +131,13 @@ class StreamFeed:
 
     def _micro_batches(self) -> Generator[FedBatch, None, None]:
         window, number = self._window, self._begin.micro_batches
-        place, into_step = self._begin.place, self._begin.into_step
+        place, into_step, step_batches = self._begin.place, self._begin.into_step, self._begin.step_batches
         self._restore(number)
         while True:
             while share_tokens := window.share_tokens():
                 self._refill(share_tokens, number)
-            step = window.take(self._micro_steps)
+            wanted = step_batches or self._micro_steps
+            step = window.take(wanted)
             if step is None:
                 return
             # 1. The optimizer step, as the other loaders divide it.
@@ -157,7 +162,8 @@ class StreamFeed:
                 fed = replace(self._with_rows(prepared, keys), plan_seconds=plan_seconds)
                 number += 1
                 is_end = index + 1 == divided.num_micro_batches
-                position = StreamPosition(after, 0, number) if is_end else StreamPosition(place, index + 1, number)
+                within = StreamPosition(place, index + 1, number, step_batches)
+                position = StreamPosition(after, 0, number) if is_end else within
                 read_seconds, self._read_seconds = self._read_seconds, np.zeros_like(self._read_seconds)
                 truncated, self._truncated = self._truncated, 0
                 yield FedBatch(
@@ -168,10 +174,11 @@ class StreamFeed:
                     read_seconds=read_seconds.tolist(),
                     truncated=truncated,
                     is_last=is_end and window.is_at_end,
+                    owed=wanted - divided.num_micro_batches,
                 )
             for key in step.keys.tolist():
                 self._documents.pop(key, None)
-            place, into_step = after, 0
+            place, into_step, step_batches = after, 0, 0
 
     def _with_rows(self, prepared: Prepared, keys: IntArray) -> Prepared:
         """Returns the micro-batch with the rows of this rank."""

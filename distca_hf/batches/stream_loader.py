@@ -35,11 +35,16 @@ WINDOW_BATCHES = 3
 WAITING_BATCHES, TOLD_WAITING, TOLD_SECONDS = 16, 0.1, 1.0
 
 
+# Fields of a position within its optimizer step.
+OF_STEP = ("into_step", "micro_batches", "step_batches")
+
+
 class StreamLoader(Delivery):
     """Iterates over placed micro-batches of a stream, like `PlacedLoader`.
 
     One iteration is one pass through the stream, or its rest: every document exactly once. It has no length, and an
-    endless stream has no end. The next iteration goes on where the last one stopped.
+    endless stream has no end. The next iteration goes on where the last one stopped. If it repeats, an iteration has
+    no end: pass follows pass, and a step that one pass cannot fill is filled from the next.
 
     Args:
         stream: a `datasets.IterableDataset`, the whole one on every rank; or another iterable of rows with
@@ -53,6 +58,7 @@ class StreamLoader(Delivery):
         prefetch: micro-batches to prepare ahead, the same number on all ranks; by default the setting of this name.
         micro_steps: micro-batches of an optimizer step; within a step, long documents train together.
         reading: which columns of rows count, and how.
+        repeats: whether an iteration goes on with the next pass.
 
     Attributes:
         documents_truncated: documents of the micro-batches so far that lost their end to `overlong="truncate"`.
@@ -75,6 +81,7 @@ class StreamLoader(Delivery):
         prefetch: int | None = None,
         micro_steps: int = 1,
         reading: Reading = Reading(),  # noqa: B008 (immutable)
+        repeats: bool = False,
     ) -> None:
         config = planner.config
         super().__init__(planner, transport, device, micro_steps, prefetch or config.prefetch)
@@ -94,7 +101,7 @@ class StreamLoader(Delivery):
         planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         planner.check_kernel_times(planner.longest_tokens)
         self.dataset = stream
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._repeats = seed, shuffle, repeats
         self._source = StreamSource(
             stream,
             reading,
@@ -124,7 +131,7 @@ class StreamLoader(Delivery):
     def state_dict(self) -> dict[str, object]:
         """Returns the position after the micro-batches handed out so far: numbers and text, the same on all ranks."""
         at = self._position
-        numbers = {"into_step": at.into_step, "micro_batches": at.micro_batches}
+        numbers = {name: getattr(at, name) for name in OF_STEP}
         return with_checksum({**self._identity(), **self._all_sizes, **numbers, **at.place.fields()}, 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,13 +148,14 @@ class StreamLoader(Delivery):
             num_readers = whole("readers", state.get("readers"), least=1, most=MOST_READERS)
         check_identity(state, self._identity(num_readers))
         place = WindowPlace.read(state, num_readers)
-        at = StreamPosition(place, *(whole(name, state.get(name)) for name in ("into_step", "micro_batches")))
+        at = StreamPosition(place, **{name: whole(name, state.get(name)) for name in OF_STEP})
         sizes = {name: whole(name, state.get(name), least=1) for name in self._all_sizes}
-        fields = {**self._identity(num_readers), **sizes, "into_step": 0, "micro_batches": 0, **place.fields()}
+        fields = {**self._identity(num_readers), **sizes, **dict.fromkeys(OF_STEP), **place.fields()}
         check_checksum(state, fields, 0)
-        if at.into_step and sizes != self._all_sizes:
+        into_step = at.into_step + (sizes["micro_steps"] - at.step_batches if at.step_batches else 0)
+        if into_step and sizes != self._all_sizes:
             raise ConfigError(
-                f"the position was saved after {at.into_step} of {sizes['micro_steps']} micro-batches of an optimizer "
+                f"the position was saved after {into_step} of {sizes['micro_steps']} micro-batches of an optimizer "
                 f"step, with {sizes}; this loader has {self._all_sizes}. Save at the end of a step, or resume with "
                 "the same sizes"
             )
@@ -161,7 +169,12 @@ class StreamLoader(Delivery):
         self._position = at
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yields the micro-batches from the loader's position to the end of the pass."""
+        """Yields the micro-batches from the loader's position to the end of the pass, or on and on."""
+        yield from self._of_pass()
+        while self._repeats:
+            yield from self._of_pass()
+
+    def _of_pass(self) -> Iterator[dict[str, Any]]:
         begin = self._position
         if not self._logged_division:
             self._logged_division = True
@@ -190,10 +203,11 @@ class StreamLoader(Delivery):
                     break
                 batch = self._deliver(fed.prepared, fed.data, self._position.micro_batches, self._facts(fed))
                 self._position = fed.after
-                self.end_of_dataloader = fed.is_last
+                self.end_of_dataloader = fed.is_last and not self._repeats
                 if fed.is_last:
                     beginning = WindowPlace.beginning(begin.place.pass_number + 1, begin.place.num_readers)
-                    self._position = StreamPosition(beginning, 0, fed.after.micro_batches)
+                    owed = fed.owed if self._repeats else 0
+                    self._position = StreamPosition(beginning, 0, fed.after.micro_batches, owed)
                 self.documents_truncated += fed.truncated
                 self._note_waiting(fed)
                 use = batch["distca_plan"].use

@@ -330,9 +330,9 @@ def check_map_style(dataset: object) -> None:
 
     if isinstance(dataset, datasets.IterableDataset):
         raise PackingError(
-            "an IterableDataset cannot be packed by placement: all document lengths must be known before the first "
-            "step. Save the stream once, for example with datasets.Dataset.from_generator(lambda: iter(stream)), "
-            "and train on that; or leave tokens_per_rank out, and train on your own batches"
+            "an IterableDataset cannot be evaluated with evaluate='distca': document lengths must be known before. "
+            "Save it once, for example with datasets.Dataset.from_generator(lambda: iter(stream)); or evaluate your "
+            "own batches (evaluate='local')"
         )
     if not isinstance(dataset, datasets.Dataset):
         raise PackingError(

@@ -52,6 +52,21 @@ def _has_state(dataset: object) -> TypeGuard[Stream]:
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def check_saves_place(stream: object) -> None:
+    """Checks that the place of a stream can be saved.
+
+    Raises:
+        PackingError: it cannot; says what to do.
+    """
+    if not _has_state(stream):
+        raise PackingError(
+            f"{type(stream).__name__} is a stream whose place cannot be saved (it has no state_dict and "
+            "load_state_dict), and a resumed training would not know its documents. Give a datasets.IterableDataset "
+            "(IterableDataset.from_generator), or a StatefulDataLoader of torchdata; or leave tokens_per_rank out, "
+            "and train on your own batches"
+        )
+
+
 class StreamSource:
     """A stream, what to read of its rows, and how to divide it.
 
@@ -81,13 +96,7 @@ class StreamSource:
     ) -> None:
         import datasets
 
-        if not _has_state(stream):
-            raise PackingError(
-                f"{type(stream).__name__} is a stream whose place cannot be saved (it has no state_dict and "
-                "load_state_dict), and a resumed training would not know its documents. Give a "
-                "datasets.IterableDataset (IterableDataset.from_generator), or a StatefulDataLoader of torchdata; or "
-                "leave tokens_per_rank out, and train on your own batches"
-            )
+        check_saves_place(stream)
         self.is_divided_here = isinstance(stream, datasets.IterableDataset)
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole

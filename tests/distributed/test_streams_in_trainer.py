@@ -1,0 +1,71 @@
+"""A Trainer on a stream goes on after two stops: bit by bit on the same ranks, with every document on others."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import distca_hf
+from support.ranks import run_ranks
+from support.resuming import (
+    TOKENS,
+    TOKENS_PER_RANK,
+    all_tokens,
+    count_tokens,
+    numbered_trainer,
+    resumes_on_cpu_ranks,
+    train,
+)
+
+
+def _train(
+    folder: Path, max_steps: int, accumulation: int, resume: bool, stop_at: int | None, compute: bool = False
+) -> tuple[Counter[int], list[float], list[torch.Tensor], int]:
+    """Tokens that this rank has trained, losses, weights, and the pass of the stream."""
+    arguments = {"max_steps": max_steps, "gradient_accumulation_steps": accumulation, "logging_steps": 1}
+    trainer = numbered_trainer(folder, **arguments)
+    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset(num_shards=4)
+    distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, pad_to_multiple_of=1).attach(trainer)
+    seen = count_tokens(trainer, compute)
+    train(trainer, resume, stop_at)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    weights = [weight.detach().clone() for weight in trainer.model.parameters()]
+    assert trainer.state.global_step == (stop_at or max_steps)
+    return seen, losses, weights, trainer.get_train_dataloader().pass_number
+
+
+@resumes_on_cpu_ranks
+@pytest.mark.parametrize(
+    ("worlds", "accumulation", "max_steps"), [((1, 3, 2), (1, 3, 1), 20), ((4, 1, 2), (3, 1, 3), 12)], ids=str
+)
+def test_every_document_is_trained_once_per_pass(
+    worlds: tuple[int, int, int], accumulation: tuple[int, int, int], max_steps: int, tmp_path: Path
+) -> None:
+    seen: Counter[int] = Counter()
+    for at, stop in enumerate((3, 5, None)):
+        ranks = run_ranks(
+            worlds[at], _train, tmp_path / str(at), tmp_path / "run", max_steps, accumulation[at], at > 0, stop
+        )
+        for tokens, *_ in ranks:
+            seen += tokens
+    passes = ranks[0][-1]
+
+    assert passes >= 1
+    assert all_tokens(passes) <= seen < all_tokens(passes + 1)
+    assert all(times % TOKENS[token] == 0 for token, times in seen.items())
+
+
+@resumes_on_cpu_ranks
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_losses_and_weights_are_bit_equal_after_two_stops(accumulation: int, tmp_path: Path) -> None:
+    steps = 16 // accumulation
+    whole = run_ranks(2, _train, tmp_path / "0", tmp_path / "whole", steps, accumulation, False, None, True)
+    for at, stop in enumerate((2, 4, None)):
+        ranks = tmp_path / f"ranks-{at}"
+        parts = run_ranks(2, _train, ranks, tmp_path / "parts", steps, accumulation, at > 0, stop, True)
+
+    assert len(whole[0][1]) == steps
+    for (_, losses, weights, _), (_, losses_in_parts, weights_in_parts, _) in zip(whole, parts, strict=True):
+        assert losses == losses_in_parts
+        assert all(map(torch.equal, weights, weights_in_parts))
