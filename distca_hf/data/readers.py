@@ -227,8 +227,7 @@ class Reader:
             segment = {name: column[start : start + length] for name, column in values.items()}
             check_values(segment, where, start, int(origins[of]), reading.vocabulary_tokens)
             whole = tokens_of(segment, length, True, reading, inputs)
-            digest = hashlib.blake2b(whole.to_bytes(), digest_size=8).digest()
-            found.append(StreamDocument(whole, int.from_bytes(digest) >> 1))
+            found.append(StreamDocument(whole, _checksum(whole)))
         return found
 
     def _fit(self, lengths: IntArray, where: str) -> tuple[IntArray, IntArray, IntArray]:
@@ -248,6 +247,15 @@ class Reader:
                 )
             self.truncated += int((lengths > most).sum())
         return fit_documents(lengths, most, self._source.overlong)
+
+
+def _checksum(tokens: Tokens) -> int:
+    """Returns a checksum of 63 bits; shifted labels follow from the others."""
+    digest = hashlib.blake2b(tokens.input_ids.astype("<i4").data, digest_size=8)  # ids of any vocabulary fit
+    digest.update(tokens.labels.astype("<i4").data)
+    for _, values in sorted(tokens.inputs.items()):
+        digest.update(np.ascontiguousarray(values).data)
+    return int.from_bytes(digest.digest()) >> 1
 
 
 def _shown(states: Mapping[str, Any]) -> str:

@@ -1,12 +1,17 @@
 """A Trainer on a stream goes on after two stops: bit by bit on the same ranks, with every document on others."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 import distca_hf
+from support.commands import REPOSITORY
+from support.models import tiny_model
 from support.ranks import run_ranks
 from support.resuming import (
     TOKENS,
@@ -17,6 +22,7 @@ from support.resuming import (
     resumes_on_cpu_ranks,
     train,
 )
+from support.training import quiet_arguments
 
 
 def _train(
@@ -69,3 +75,25 @@ def test_losses_and_weights_are_bit_equal_after_two_stops(accumulation: int, tmp
     for (_, losses, weights, _), (_, losses_in_parts, weights_in_parts, _) in zip(whole, parts, strict=True):
         assert losses == losses_in_parts
         assert all(map(torch.equal, weights, weights_in_parts))
+
+
+def _page(folder: Path) -> tuple[int, list[float], list[int]]:
+    """Steps, imbalances and tokens of this rank, as the page has it."""
+    section = (REPOSITORY / "docs" / "trainer.md").read_text().partition("\n## Streams\n")[2]
+    (code,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    args = TrainingArguments(**quiet_arguments(folder, use_cpu=True, max_steps=6))
+    names = {"datasets": datasets, "distca_hf": distca_hf, "Trainer": Trainer, "args": args}
+    names["model"] = tiny_model(vocab_size=512, max_position_embeddings=1024)
+    exec(code, names)
+    trainer = names["trainer"]
+    trainer.train()
+    loader = trainer.get_train_dataloader()
+    facts = [*loader.history][:6]
+    return trainer.state.global_step, [one.imbalance for one in facts], [one.num_tokens for one in facts]
+
+
+def test_example_of_the_page_trains_evenly(tmp_path: Path) -> None:
+    for steps, imbalances, tokens in run_ranks(2, _page, tmp_path, tmp_path / "output"):
+        assert steps == 6
+        assert max(imbalances) < 1.02
+        assert min(tokens) > 0.95 * 2 * 1024
