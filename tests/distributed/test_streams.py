@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import distca_hf
 from distca_hf.batches.placed import PlacedPlanner
@@ -100,6 +101,25 @@ def test_a_part_may_end_long_before_another(tmp_path: Path) -> None:
 
     assert first + second == all_tokens(200)
     assert abs(first.total() - second.total()) <= 2 * 40  # ranks hold equally many, whoever read them
+
+
+def _on_a_mesh() -> list[Any]:
+    """Rows of two data ranks, each of which is two tensor ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, pad_to_multiple_of=1)
+    plugin.use_mesh(mesh, data="data", tensor="tensor")
+    loader = plugin.dataloader(numbered_stream(100), device="cpu")
+    rows = _rows(loader)
+    plugin.close()
+    return rows
+
+
+def test_tensor_ranks_of_one_data_rank_get_the_same_rows(tmp_path: Path) -> None:
+    first, same_as_first, second, same_as_second = run_ranks(4, _on_a_mesh, tmp_path)
+
+    assert first == same_as_first != second == same_as_second
+    tokens = Counter(token for rows in (first, second) for ids, *_ in rows for token in ids if token)
+    assert tokens == all_tokens(100)
 
 
 def _bad_row() -> None:
