@@ -23,7 +23,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.data.collate import collate
 from distca_hf.data.readers import Reader, StreamDocument
 from distca_hf.data.streams import StreamSource
-from distca_hf.data.window import NO_DOCUMENTS, ReadDocuments, Window, WindowPlace, keys_of
+from distca_hf.data.window import NO_DOCUMENTS, NewDocuments, Window, WindowPlace, keys_of
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError, StepTimeoutError
 
 
@@ -199,7 +199,7 @@ class StreamFeed:
             },
             number,
         )
-        nothing = ReadDocuments(NO_DOCUMENTS, NO_DOCUMENTS, True)
+        nothing = NewDocuments(NO_DOCUMENTS, NO_DOCUMENTS, True)
         self._window.restore([read.get(reader, nothing) for reader in range(self._num_readers)])
         self._documents = {key: one for key, one in self._documents.items() if key in wanted}
 
@@ -209,26 +209,26 @@ class StreamFeed:
         for reader, one in self._readers.items():
             if self._window.has_ended(reader):
                 continue
-            marks, first = len(one.marks), self._window.first_of(reader)
+            mark, first = one.mark, self._window.first_of(reader)
             found = self._noted(one.read(share_tokens), reader, first, one.has_ended)
-            read[reader] = replace(found, mark=one.marks[-1] if len(one.marks) > marks else None)
+            read[reader] = replace(found, mark=None if one.mark is mark else one.mark)
         self._open = [reader for reader in range(self._num_readers) if not self._window.has_ended(reader)]
         self._window.add(self._told(read, number))
 
-    def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> ReadDocuments:
+    def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> NewDocuments:
         """Keeps documents until they are sent; returns what other ranks must know of them."""
         self._documents |= zip(keys_of(reader, first, len(found)).tolist(), found, strict=True)
         tokens = np.array([len(one) for one in found], dtype=np.int64)
-        return ReadDocuments(tokens, np.array([one.checksum for one in found], dtype=np.int64), has_ended)
+        return NewDocuments(tokens, np.array([one.checksum for one in found], dtype=np.int64), has_ended)
 
-    def _told(self, read: Mapping[int, ReadDocuments], number: int) -> dict[int, ReadDocuments]:
+    def _told(self, read: Mapping[int, NewDocuments], number: int) -> dict[int, NewDocuments]:
         """Returns what all readers read."""
         inputs = next((one.inputs for one in self._readers.values() if one.inputs is not None), None)
         mine = RefillMessage(inputs, read).integers
         most = max(self._agree(len(mine), number))
         where = f"micro-batch {number}, documents of the stream"
         rows = self._transport.gather([*mine, *[0] * (most - len(mine))], where).wait()
-        texts, of_all = [], dict[int, ReadDocuments]()
+        texts, of_all = [], dict[int, NewDocuments]()
         for rank, row in enumerate(rows):
             readers = [reader for reader in self._open if reader_rank(reader, len(rows)) == rank]
             text, of_rank = RefillMessage.read(row, readers)

@@ -164,7 +164,7 @@ class StreamLoader(Delivery):
                 "the stream goes on with its %d readers, dealt to %d ranks%s",
                 num_readers,
                 self._transport.world_size,
-                "; some ranks read nothing" if num_readers < self._transport.world_size else "",
+                "; some ranks read nothing until the next pass" if num_readers < self._transport.world_size else "",
             )
         self._position = at
 
@@ -205,7 +205,7 @@ class StreamLoader(Delivery):
                 self._position = fed.after
                 self.end_of_dataloader = fed.is_last and not self._repeats
                 if fed.is_last:
-                    beginning = WindowPlace.beginning(begin.place.pass_number + 1, begin.place.num_readers)
+                    beginning = WindowPlace.beginning(begin.place.pass_number + 1, self._transport.world_size)
                     owed = fed.owed if self._repeats else 0
                     self._position = StreamPosition(beginning, 0, fed.after.micro_batches, owed)
                 self.documents_truncated += fed.truncated

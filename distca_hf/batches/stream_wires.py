@@ -22,7 +22,7 @@ from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.data.documents import Tokens
 from distca_hf.data.readers import Mark, StreamDocument
 from distca_hf.data.rows import Draws
-from distca_hf.data.window import NUMBER_BITS, ReadDocuments
+from distca_hf.data.window import NUMBER_BITS, NewDocuments
 from distca_hf.errors import PlanMismatchError
 from distca_hf.layout import Layout
 
@@ -51,7 +51,7 @@ class RefillMessage:
         read: by reader.
     """
 
-    def __init__(self, inputs: Inputs | None, read: Mapping[int, ReadDocuments]) -> None:
+    def __init__(self, inputs: Inputs | None, read: Mapping[int, NewDocuments]) -> None:
         text = inputs_as_text(inputs)
         self.integers = [len(text), *integers_of(text, len(text))]
         for _, of_reader in sorted(read.items()):
@@ -63,7 +63,7 @@ class RefillMessage:
             self.integers += of_reader.checksums.tolist()
 
     @staticmethod
-    def read(integers: Sequence[int], readers: Sequence[int]) -> tuple[str, dict[int, ReadDocuments]]:
+    def read(integers: Sequence[int], readers: Sequence[int]) -> tuple[str, dict[int, NewDocuments]]:
         """Decodes the message of a rank with these readers; returns its inputs as text, and what they read."""
         at = 0
 
@@ -82,7 +82,7 @@ class RefillMessage:
             state = text()
             tokens, checksums = (as_int_array(taken(documents), "documents of a stream") for _ in range(2))
             mark = Mark(first, rows, state) if has_mark else None
-            read[reader] = ReadDocuments(tokens, checksums, bool(ended), mark)
+            read[reader] = NewDocuments(tokens, checksums, bool(ended), mark)
         return inputs, read
 
 

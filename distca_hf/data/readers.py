@@ -28,6 +28,9 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
+# Bad rows, one after the other, that are left out if asked: more are a mistake in all rows.
+MOST_BAD_ROWS = 100
+
 
 @dataclass(frozen=True, eq=False)
 class StreamDocument:
@@ -86,7 +89,7 @@ class Reader:
     Attributes:
         documents: read in this pass.
         has_ended: whether the part has no more rows.
-        marks: of this pass, in order.
+        mark: the latest one.
         inputs: dtypes of further inputs of the model, by name; None until a row is read.
         seconds: spent reading so far.
         truncated: documents that were cut, since it was opened.
@@ -101,9 +104,10 @@ class Reader:
         self._source, self._name = source, f"reader {number} of {num_readers}"
         self._place = place
         self.documents, self._rows = place.mark.documents, place.mark.rows
-        self.marks, self.has_ended = [place.mark], False
+        self.mark, self.has_ended = place.mark, False
         self.inputs: Mapping[str, np.dtype[Any]] | None = None
         self.seconds, self.truncated = 0.0, 0
+        self._bad_rows = 0  # since the last good one
         with generators_left_alone():  # loaders with workers draw a seed for them
             self._part = source.part(number, num_readers, pass_number)
             if place.mark.state:
@@ -143,8 +147,8 @@ class Reader:
             of_row = self._read_row()
             found += of_row
             tokens -= sum(map(len, of_row))
-        if not self.has_ended and self._rows > self.marks[-1].rows and self._source.keeps_place:
-            self.marks.append(Mark(self.documents, self._rows, self._state()))
+        if not self.has_ended and self._rows > self.mark.rows and self._source.keeps_place:
+            self.mark = Mark(self.documents, self._rows, self._state())
         return found
 
     def _state(self) -> str:
@@ -187,10 +191,12 @@ class Reader:
         try:
             found = self._documents_of(row, where)
         except PackingError as error:
-            if not self._source.skips_bad_rows:
+            self._bad_rows += 1
+            if not self._source.skips_bad_rows or self._bad_rows > MOST_BAD_ROWS:
                 raise
             log.warning("left out: %s", error)
             return []
+        self._bad_rows = 0
         self.documents += len(found)
         return found
 

@@ -36,7 +36,7 @@ def keys_of(reader: int, first: int, count: int) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class ReadDocuments:
+class NewDocuments:
     """What a reader has read since it was asked last.
 
     Attributes:
@@ -199,7 +199,7 @@ class Window:
         """Returns the number of the next document of a reader."""
         return self._read[reader]
 
-    def restore(self, read_again: Sequence[ReadDocuments]) -> None:
+    def restore(self, read_again: Sequence[NewDocuments]) -> None:
         """Takes the documents that each reader read since its mark; keeps those that its place names.
 
         Raises:
@@ -221,7 +221,7 @@ class Window:
                 "transforms were changed. Resume with the same stream, or begin it anew"
             )
 
-    def add(self, news: Mapping[int, ReadDocuments]) -> None:
+    def add(self, news: Mapping[int, NewDocuments]) -> None:
         """Adds what each reader has just read."""
         keys, tokens, checksums, before = [self._keys], [self._tokens], [self._checksums], [NO_DOCUMENTS]
         for reader, read in sorted(news.items()):

@@ -210,6 +210,11 @@ def test_bad_row_is_named_or_left_out_if_asked(
     assert "left out: reader 0 of 1, row 5" in caplog.text
 
 
+def test_a_mistake_in_all_rows_is_not_left_out() -> None:
+    with pytest.raises(PackingError, match="row 100: the stream gives no 'input_ids'"):
+        list(loader_of(Rows([{"text": "a"}], endless=True), skip_bad_rows=True))
+
+
 def test_error_of_the_stream_names_reader_and_row() -> None:
     def broken(row: dict[str, Any]) -> dict[str, Any]:
         if row["input_ids"][0] == 40:

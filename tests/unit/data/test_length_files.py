@@ -14,7 +14,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.documents import split_documents
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.data.window import ReadDocuments, Window, WindowPlace
+from distca_hf.data.window import NewDocuments, Window, WindowPlace
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 
@@ -121,7 +121,7 @@ def test_batches_of_a_stream_are_full_and_even(name: str, num_ranks: int) -> Non
             for reader, left in enumerate(lengths):
                 read = left[at[reader] :][: int(np.searchsorted(np.cumsum(left[at[reader] :]), share_tokens)) + 1]
                 at[reader] += len(read)
-                news[reader] = ReadDocuments(read, np.zeros_like(read), at[reader] == len(left))
+                news[reader] = NewDocuments(read, np.zeros_like(read), at[reader] == len(left))
             window.add(news)
         step = window.take(1)
         assert step is not None

@@ -17,7 +17,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import split_documents
 from distca_hf.data.rows import Reading
 from distca_hf.data.streams import StreamSource
-from distca_hf.data.window import ReadDocuments, StepDocuments, Window, WindowPlace
+from distca_hf.data.window import NewDocuments, StepDocuments, Window, WindowPlace
 from lib.planning.mixes import file_lengths
 from lib.planning.planners import RANKS_PER_NODE, K, print_row, table
 
@@ -44,14 +44,14 @@ class StreamOfLengths:
         ]
         self._at = [0] * num_readers
 
-    def read(self, reader: int, tokens: int) -> ReadDocuments:
+    def read(self, reader: int, tokens: int) -> NewDocuments:
         """Returns the next documents of a reader, of at least this many tokens."""
         part, found = self._parts[reader], list[int]()
         while sum(found) < tokens:
             found.append(int(part[self._at[reader] % len(part)]))
             self._at[reader] += 1
         documents = np.array(found, dtype=np.int64)
-        return ReadDocuments(documents, np.zeros_like(documents), has_ended=False)
+        return NewDocuments(documents, np.zeros_like(documents), has_ended=False)
 
 
 def steps_of(mix: str, num_ranks: int, tokens_per_rank: int, seed: int) -> list[StepDocuments]:
