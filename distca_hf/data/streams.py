@@ -60,10 +60,9 @@ def check_saves_place(stream: object) -> None:
     """
     if not _has_state(stream):
         raise PackingError(
-            f"{type(stream).__name__} is a stream whose place cannot be saved (it has no state_dict and "
-            "load_state_dict), and a resumed training would not know its documents. Give a datasets.IterableDataset "
-            "(IterableDataset.from_generator), or a StatefulDataLoader of torchdata; or leave tokens_per_rank out, "
-            "and train on your own batches"
+            f"{type(stream).__name__} is a stream whose place cannot be saved: it has no state_dict and "
+            "load_state_dict, so a resumed training would not know its documents. Give a datasets.IterableDataset, or "
+            "torchdata's StatefulDataLoader; or leave tokens_per_rank out, and train on your own batches"
         )
 
 

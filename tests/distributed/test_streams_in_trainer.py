@@ -7,7 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import AutoTokenizer, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 import distca_hf
 from support.commands import REPOSITORY
@@ -22,6 +23,7 @@ from support.resuming import (
     resumes_on_cpu_ranks,
     train,
 )
+from support.texts import save_word_model
 from support.training import quiet_arguments
 
 
@@ -75,6 +77,26 @@ def test_losses_and_weights_are_bit_equal_after_two_stops(accumulation: int, tmp
     for (_, losses, weights, _), (_, losses_in_parts, weights_in_parts, _) in zip(whole, parts, strict=True):
         assert losses == losses_in_parts
         assert all(map(torch.equal, weights, weights_in_parts))
+
+
+def _texts(folder: Path) -> tuple[int, list[float]]:
+    """Steps and imbalances of TRL's trainer, which tokenises texts as they come."""
+    model = save_word_model(folder / str(torch.distributed.get_rank()))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [" ".join(["one", "two"] * (5 + number % 30)) for number in range(200)]
+    stream = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(num_shards=4)
+    settings = {"use_cpu": True, "max_steps": 6, "max_length": None, "gradient_accumulation_steps": 2}
+    args = SFTConfig(**quiet_arguments(folder / "output", **settings))
+    trainer = SFTTrainer(tiny_model(vocab_size=len(tokenizer)), args, train_dataset=stream, processing_class=tokenizer)
+    distca_hf.DistCAPlugin(tokens_per_rank=128).attach(trainer)
+    trainer.train()
+    return trainer.state.global_step, [facts.imbalance for facts in trainer.get_train_dataloader().history]
+
+
+def test_trl_streams_texts(tmp_path: Path) -> None:
+    for steps, imbalances in run_ranks(2, _texts, tmp_path, tmp_path):
+        assert steps == 6
+        assert max(imbalances) < 1.05
 
 
 def _page(folder: Path) -> tuple[int, list[float], list[int]]:
