@@ -103,6 +103,28 @@ def test_a_part_may_end_long_before_another(tmp_path: Path) -> None:
     assert abs(first.total() - second.total()) <= 2 * 40  # ranks hold equally many, whoever read them
 
 
+def _whole_documents() -> list[Any]:
+    """Documents that begin, and that end, in this rank's rows of each batch."""
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, pad_to_multiple_of=1)
+    device = torch.device("cpu")
+    planner = PlacedPlanner(plugin, 2, whole_documents=True)
+    loader = StreamLoader(
+        *(numbered_stream(), planner, plugin.transport(device), plugin.thread_transport(), device), micro_steps=2
+    )
+    held = []
+    for ids, positions, _ in _rows(loader):
+        starts = [at for at, position in enumerate(positions) if position == 0 and ids[at]]
+        ends = [*starts[1:], len(ids) - ids.count(0)]
+        held += [(ids[start], stop - start) for start, stop in zip(starts, ends, strict=True)]
+    return held
+
+
+def test_documents_stay_whole_if_they_must(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _whole_documents, tmp_path)
+
+    assert Counter([*first, *second]) == Counter(all_tokens().items())
+
+
 def _on_a_mesh() -> list[Any]:
     """Rows of two data ranks, each of which is two tensor ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import chain, islice
 from typing import Any
 
+import accelerate
 import datasets
 import numpy as np
 import pytest
@@ -313,6 +314,8 @@ def test_what_cannot_be_resumed_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         loader_of(numbered_stream(), stream_window_tokens=100)
     with pytest.raises(ConfigError, match="num_workers=2 draw rows of a transform"):
         distca_hf.DistCAPlugin(tokens_per_rank=64).dataloader(numbered_stream(), num_workers=2)
+    with pytest.raises(ConfigError, match=r"skip_first_batches.* goes on by its saved position"):
+        accelerate.skip_first_batches(loader_of(numbered_stream()), 3)
     monkeypatch.setattr(datasets, "__version__", "5.0.0")
     with pytest.raises(PackingError, match=r"datasets 5\.0\.0 begin anew .* a second time"):
         loader_of(numbered_stream())
