@@ -3,8 +3,8 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
+from itertools import chain, count, islice
 from typing import Any
 
 import accelerate
@@ -16,6 +16,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value, concatenat
 from datasets.distributed import split_dataset_by_node
 
 import distca_hf
+from distca_hf.batches.prepare import Prefetcher
 from distca_hf.batches.stream_loader import StreamLoader
 from distca_hf.batches.stream_wires import same_inputs, send_tokens
 from distca_hf.comm.transport import LocalTransport
@@ -26,6 +27,7 @@ from distca_hf.data.window import keys_of
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.layout import Topology
 from distca_hf.placement.place import place
+from distca_hf.telemetry import LoaderTimes
 from support.data import random_dataset
 from support.streams import Rows, all_tokens, numbered, numbered_stream, tokens_in
 
@@ -106,6 +108,26 @@ def test_the_position_is_of_the_batch_handed_out_however_far_ahead_the_stream_wa
             pass
 
     assert saved(ahead) == saved(not_ahead)
+
+
+def test_thread_makes_what_it_was_asked_for_and_then_closes_the_stream() -> None:
+    """All ranks ask for the same number, so all of them make as many, whenever they stop."""
+    made, closed = [], []
+
+    def make() -> Iterator[int]:
+        try:
+            for number in count():
+                made.append(number)
+                yield number
+        finally:
+            closed.append(number)
+
+    items = iter(Prefetcher(make, 3, LoaderTimes(), in_step=True))
+    assert [next(items), next(items)] == [0, 1]
+    items.close()
+
+    assert made == [0, 1, 2, 3, 4, 5]  # two that were taken, three ahead, and one in hand
+    assert closed == [5]
 
 
 def test_each_pass_has_every_document_once_and_another_order() -> None:
