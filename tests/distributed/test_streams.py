@@ -159,6 +159,12 @@ def _missing_shard() -> None:
     list(_loader((Missing if torch.distributed.get_rank() == 1 else Rows)([{"input_ids": [3]}])))
 
 
+def _fails_in_training() -> None:
+    for number, _ in enumerate(_loader(numbered_stream(DOCUMENTS))):
+        if number == 3 and torch.distributed.get_rank() == 1:
+            raise RuntimeError("the model does not fit")
+
+
 def _other_inputs() -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=64)
     row = {"input_ids": [1, 2], **({"kinds": [1, 2]} if torch.distributed.get_rank() else {})}
@@ -173,9 +179,10 @@ def _other_inputs() -> None:
     [
         (_bad_row, ("rank 1 could not do its part", "reader 1 of 2, row 150: input_ids is -5")),
         (_missing_shard, ("rank 1 could not do its part", "shard-7.parquet")),
+        (_fails_in_training, ("rank 1 left: RuntimeError: the model does not fit", "the model does not fit")),
         (_other_inputs, ('{"kinds": "int64"} on rank 1',) * 2),
     ],
-    ids=["a bad row", "a shard that vanished", "columns that differ"],
+    ids=["a bad row", "a shard that vanished", "an error in training", "columns that differ"],
 )
 def test_what_only_one_rank_finds_ends_all_of_them(body: Any, told: tuple[str, str], tmp_path: Path) -> None:
     outcomes = start_ranks(2, body, tmp_path)
