@@ -5,6 +5,7 @@ The position is the one of the micro-batch that was handed out last, however far
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,7 +160,9 @@ class StreamLoader(Delivery):
                 f"step, with {sizes}; this loader has {self._all_sizes}. Save at the end of a step, or resume with "
                 "the same sizes"
             )
-        if num_readers != self._transport.world_size:
+        if place.is_beginning:  # readers may still be as many as ranks
+            at = replace(at, place=WindowPlace.beginning(place.pass_number, self._transport.world_size))
+        elif num_readers != self._transport.world_size:
             log.info(
                 "the stream goes on with its %d readers, dealt to %d ranks%s",
                 num_readers,

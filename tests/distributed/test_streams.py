@@ -63,6 +63,20 @@ def test_every_document_comes_once_on_any_numbers_of_ranks(micro_steps: int, sha
     assert seen == all_tokens(DOCUMENTS)
 
 
+def test_each_pass_has_a_reader_for_every_rank(tmp_path: Path) -> None:
+    seen: Counter[int] = Counter()
+    state: State | None = None
+    for world in (2, 3):
+        parts = run_ranks(world, _part, tmp_path / str(world), state, None, 1, 6)
+        state = parts[0][1]
+        assert state["readers"] == world
+        seen += sum((tokens for tokens, _ in parts), Counter())
+
+    assert state is not None
+    assert state["pass"] == 2
+    assert seen == all_tokens(DOCUMENTS, passes=2)
+
+
 def _stopped(stops: list[int]) -> list[Any]:
     """Batches of this rank: whole, and stopped and resumed in the same processes."""
     whole = _rows(_loader(numbered_stream(250), 3))
