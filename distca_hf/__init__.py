@@ -37,6 +37,7 @@ from distca_hf.version import __version__, check_versions
 
 if TYPE_CHECKING:
     from distca_hf.batches.loader import PlacedLoader
+    from distca_hf.batches.stream_loader import StreamLoader
     from distca_hf.config import Debug, Timeouts
     from distca_hf.integrations.models.forward_watch import enable
     from distca_hf.integrations.trainer.callback import DistCACallback
@@ -61,6 +62,7 @@ __all__ = [
     "ServerLostError",
     "StepTimeoutError",
     "StoreLostError",
+    "StreamLoader",
     "Timeouts",
     "UnknownSettingError",
     "UnsupportedAttentionError",
@@ -80,6 +82,7 @@ _LAZY = {
     "DistCAPlugin": "distca_hf.plugin",
     "Pipeline": "distca_hf.pipelines.pipeline",
     "PlacedLoader": "distca_hf.batches.loader",
+    "StreamLoader": "distca_hf.batches.stream_loader",
     "Timeouts": "distca_hf.config",
     "enable": "distca_hf.integrations.models.forward_watch",
 }

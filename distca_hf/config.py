@@ -171,6 +171,17 @@ class DistCAConfig(Settings):
         "Documents longer than ranks x tokens_per_rank: refuse them (error), cut each into several documents "
         "(split), or keep its beginning (truncate).",
     )
+    stream_window_tokens: int = _setting(
+        0,
+        "Placed batches of a stream: tokens of documents that all ranks know ahead, to fill batches from. 0: those of "
+        "an optimizer step and three more batches.",
+        at_least=0,
+    )
+    skip_bad_rows: bool = _setting(
+        False,
+        "Rows of a stream that cannot be trained on: leave them out, with a warning each (yes), or end with an error "
+        "that names the row (no).",
+    )
     pad_to_multiple_of: int = _setting(
         128,
         "Rows of a rank are padded up to this multiple, never beyond tokens_per_rank. Set it to tokens_per_rank for "

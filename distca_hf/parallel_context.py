@@ -116,6 +116,7 @@ class ParallelContext(DistCAConfig):
         self._known_members: tuple[Members, Callable[[], object]] | None = None  # and the group of the job then
         self._node_size = self._find_node_size()
         self._transports: dict[torch.device, Transport] = {}
+        self._thread_transports: list[Transport] = []
         self.trace_file = TraceFile(self.report_folder)
         check_launched_servers(self.attention_servers, self.trainers_attend, launched_servers())
         self.annex  # noqa: B018  refuses settings here
@@ -216,6 +217,14 @@ class ParallelContext(DistCAConfig):
             self._transports[device] = opened if not self.debug.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
 
+    def thread_transport(self) -> Transport:
+        """Opens another transport of host memory, for one background thread. A collective call."""
+        self._check_accelerate()
+        patience = self.timeouts.agreement_seconds
+        opened = open_transport(torch.device("cpu"), patience, patience, self.members, in_thread=True)
+        self._thread_transports.append(opened)
+        return opened
+
     def training_transport(self, device: torch.device) -> Transport:
         """Returns the transport for training batches. It includes ranks without tokens, if there are any; evaluation
         does not use them. The first call is collective."""
@@ -251,7 +260,7 @@ class ParallelContext(DistCAConfig):
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the state without transports: a copy, or an unpickled context in another process, opens new ones."""
-        own: dict[str, object] = {"_known_members": None, "_transports": {}}
+        own: dict[str, object] = {"_known_members": None, "_transports": {}, "_thread_transports": []}
         state = {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
         state.pop("annex", None)
         return state
@@ -263,10 +272,11 @@ class ParallelContext(DistCAConfig):
         group cannot be destroyed, the others still are, and its error is raised afterwards.
         """
         with ExitStack() as ends:
-            for transport in self._transports.values():
+            for transport in (*self._transports.values(), *self._thread_transports):
                 ends.callback(transport.close)
             ends.callback(self.annex.close)  # first of all
             self._transports.clear()
+            self._thread_transports.clear()
 
     def _check_accelerate(self) -> None:
         """Checks that Accelerate trains the same number of ranks together."""

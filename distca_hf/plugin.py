@@ -6,14 +6,16 @@ Modules that need Transformers are imported on demand: a wrong setting is refuse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import StepShape
+from distca_hf.batches.stream_loader import StreamLoader
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import unknown_environment_settings
+from distca_hf.data.streams import Stream, is_stream
 from distca_hf.errors import ConfigError
 from distca_hf.launched import launched_servers
 from distca_hf.parallel_context import Annex, ParallelContext, numbered
@@ -59,6 +61,20 @@ class DistCAPlugin(ParallelContext):
 
         return ServersAnnex(self)
 
+    @overload
+    def dataloader(
+        self,
+        dataset: Stream,
+        seed: int = 0,
+        shuffle: bool = True,
+        device: torch.device | str | None = None,
+        prefetch: int | None = None,
+        model: torch.nn.Module | None = None,
+        micro_steps: int = 1,
+        unlearnt_token: int | None = None,
+    ) -> StreamLoader: ...
+
+    @overload
     def dataloader(
         self,
         dataset: "Dataset",
@@ -71,12 +87,26 @@ class DistCAPlugin(ParallelContext):
         unlearnt_token: int | None = None,
         pipeline: StepShape | None = None,
         num_workers: int = 0,
-    ) -> PlacedLoader:
+    ) -> PlacedLoader: ...
+
+    def dataloader(
+        self,
+        dataset: "Dataset | Stream",
+        seed: int = 0,
+        shuffle: bool = True,
+        device: torch.device | str | None = None,
+        prefetch: int | None = None,
+        model: torch.nn.Module | None = None,
+        micro_steps: int = 1,
+        unlearnt_token: int | None = None,
+        pipeline: StepShape | None = None,
+        num_workers: int = 0,
+    ) -> PlacedLoader | StreamLoader:
         """Returns placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
         Args:
             dataset: map-style `datasets.Dataset` with `input_ids`; see `data.documents.DocumentSource` for other
-                columns.
+                columns. Or a stream, see `StreamLoader`.
             seed: decides the order of documents, with the epoch's number.
             shuffle: False keeps the dataset's order.
             device: for the batches; by default the one of the process group. "cuda" is the current GPU.
@@ -114,16 +144,30 @@ class DistCAPlugin(ParallelContext):
         if pipeline is not None:
             pipeline.check_grid(self.members.grid)
             pipeline.check(micro_steps, None if model is None else num_layers_of(model))
+        planner = planner_for(model, self, self.annex.extra_ranks, pipeline)
+        reading = reading_for(model, unlearnt_token, in_stages=pipeline is not None)
+        transport = self.training_transport(target)
+        if is_stream(dataset):
+            if num_workers:
+                raise ConfigError(
+                    f"num_workers={num_workers} draw rows of a transform, and a stream has none; to read a stream in "
+                    "worker processes, give each rank a StatefulDataLoader of torchdata for its own part"
+                )
+            return StreamLoader(
+                *(dataset, planner, transport, self.thread_transport(), target),
+                seed=seed,
+                shuffle=shuffle,
+                prefetch=prefetch,
+                micro_steps=micro_steps,
+                reading=reading,
+            )
         loader = PlacedLoader(
-            dataset,
-            planner_for(model, self, self.annex.extra_ranks, pipeline),
-            self.training_transport(target),
-            target,
+            *(dataset, planner, transport, target),
             seed=seed,
             shuffle=shuffle,
             prefetch=prefetch,
             micro_steps=micro_steps,
-            reading=reading_for(model, unlearnt_token, in_stages=pipeline is not None),
+            reading=reading,
             num_workers=num_workers,
         )
         loader.log_masks()

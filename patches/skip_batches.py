@@ -57,7 +57,14 @@ def _apply() -> None:
     @functools.wraps(original)
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         from distca_hf.batches.loader import PlacedLoader
+        from distca_hf.batches.stream_loader import StreamLoader
+        from distca_hf.errors import ConfigError
 
+        if isinstance(dataloader, StreamLoader):
+            raise ConfigError(
+                f"skip_first_batches(loader, {num_batches}): a loader of a stream goes on by its saved position, not "
+                "by a number of batches; save loader.state_dict(), and call loader.load_state_dict(state)"
+            )
         if isinstance(dataloader, PlacedLoader | LaterBatches):
             return LaterBatches(dataloader, num_batches)
         skipped = original(dataloader, num_batches)

@@ -6,7 +6,6 @@
 Every rank computes the same layouts and plans only from lengths and reads only the tokens it holds.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from copy import copy
@@ -17,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from distca_hf.batches.agreement import agree_to_take, check_cuts, shared_facts
-from distca_hf.batches.known_batch import KnownBatch
+from distca_hf.batches.delivery import Delivery
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer, Replanner
-from distca_hf.batches.preview import PlacedData, PlacedPlan
+from distca_hf.batches.prepare import Cursor, Prefetcher, Preparer
+from distca_hf.batches.preview import PlacedData
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
@@ -32,11 +30,7 @@ from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.positions import SavedPosition, check_checksum, sum_of_documents, with_checksum
 from distca_hf.data.rows import Reading
 from distca_hf.parallel_context import shown_to_accelerate
-from distca_hf.planning.kinds import PlanTotals
-from distca_hf.planning.plan import PlanFacts
-from distca_hf.runtime.live_plan import LivePlan, PlanUse
-from distca_hf.runtime.posted import PostingTransport
-from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
+from distca_hf.telemetry import get_logger
 
 
 if TYPE_CHECKING:
@@ -46,11 +40,9 @@ log = get_logger(__name__)
 
 # Version of `state_dict`. A checkpoint of another version holds a position in other units, and is refused.
 STATE_VERSION = 4
-# Consecutive micro-batches that a program may only look at, without using them, before a warning.
-UNUSED_BATCHES = 4
 
 
-class PlacedLoader:
+class PlacedLoader(Delivery):
     """Iterates over placed micro-batches: dicts that a Transformers model takes as they are.
 
     `input_ids`, `position_ids`, `shift_labels`, `labels`, `attention_mask` (0 in padding rows): int64 `[1, rows]` on
@@ -73,17 +65,12 @@ class PlacedLoader:
         reading: which columns of the dataset count, and how.
         num_workers: processes that draw the rows of a transform; if 0, the iterating thread draws them.
 
-    Attributes:
-        writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
-
     Raises:
         ConfigError: the planner's step shape does not allow this number of micro-batches per step.
         PackingError: the dataset cannot be packed.
     """
 
-    batch_size = 1
-    # For Accelerate: whether the last batch of an epoch was handed out, and how many of its rows ranks hold twice.
-    end_of_dataloader, remainder = False, 0
+    preparer: Preparer
 
     def __init__(
         self,
@@ -99,34 +86,28 @@ class PlacedLoader:
         reading: Reading = Reading(),  # noqa: B008 (immutable)
         num_workers: int = 0,
     ) -> None:
-        assert planner.num_ranks == transport.world_size, (planner.num_ranks, transport.world_size)
         config = planner.config
+        super().__init__(planner, transport, device, micro_steps, prefetch or config.prefetch)
         self.dataset = dataset
-        self.writes_epochs = True
-        self.times, self.totals = LoaderTimes(), PlanTotals()
-        self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
-        self._config = config
-        self._transport, self._device = transport, device
         self._seed, self._shuffle = seed, shuffle
-        self._prefetch = prefetch or config.prefetch
-        self._micro_steps = micro_steps
         if planner.step_shape is not None:
             planner.step_shape.check(micro_steps)
-        self._planner, self._capacity_tokens = planner, planner.capacity_tokens
+        self._capacity_tokens = planner.capacity_tokens
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         source_settings = planner.longest_tokens, config.overlong, planner.whole_documents, reading, seed
         self._source = DocumentSource(dataset, *source_settings)
+        self.documents_truncated = self._source.documents_truncated  # of an epoch
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         lengths = self._source.document_tokens
         whole_steps = 1 if planner.step_shape is None else micro_steps
         self._packer = EpochPacker(lengths, self._capacity_tokens, seed, shuffle, planner.fits, whole_steps)
-        self.preparer = Preparer(self._source, self._planner, transport.rank, device, num_workers)
+        self.preparer = Preparer(
+            source=self._source, planner=self._planner, rank=transport.rank, device=device, num_workers=num_workers
+        )
         self._next = Cursor()
         self._loaded: Cursor | None = None
         self._position = Cursor()
-        self._warned_of_labels = self._warned_of_use = self._is_left_early = False
-        taken_ahead = max(self._prefetch, micro_steps)  # a training loop may take these before it runs on the first
-        self._latest: deque[PlanUse] = deque(maxlen=UNUSED_BATCHES + taken_ahead)
+        self._is_left_early = False
 
     def __len__(self) -> int:
         """Returns the number of micro-batches of an epoch; the same for every epoch."""
@@ -146,11 +127,6 @@ class PlacedLoader:
     def longest_document_tokens(self) -> int:
         """Tokens of the longest document, after splitting or truncating."""
         return int(self._source.document_tokens.max())
-
-    @property
-    def documents_truncated(self) -> int:
-        """Documents of an epoch that lost their end to `overlong="truncate"`."""
-        return self._source.documents_truncated
 
     def log_masks(self) -> None:
         """Logs which masks of the dataset decide what is learnt, and which do not."""
@@ -182,7 +158,7 @@ class PlacedLoader:
         """Returns the position after the micro-batches handed out so far, with everything it depends on."""
         place = asdict(self._position)
         documents = place.pop("documents")
-        return with_checksum({**self._identity(), **self._sizes(), **place, "pipeline": self._shape}, documents)
+        return with_checksum({**self._identity(), **self._sizes, **place, "pipeline": self._shape}, documents)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue at a saved position. If ranks x tokens_per_rank changed, packs the rest of
@@ -195,10 +171,10 @@ class PlacedLoader:
         # 1. The order of documents must be the same, or the position would mean other documents.
         position = SavedPosition.read(state, self._identity(), self.longest_document_tokens)
         # 2. If micro-batches depend on sizes, these must be the same, too.
-        position.check_sizes(self._sizes(), self._shape, self._planner.whole_documents)
+        position.check_sizes(self._sizes, self._shape, self._planner.whole_documents)
         micro_batch, taken, steps_from = position.micro_batch, position.taken, position.steps_from
         # 3. If micro-batches hold another number of tokens, the rest is packed anew, and counted from its beginning.
-        if position.sizes != self._sizes():
+        if position.sizes != self._sizes:
             steps_from = micro_batch
         if position.capacity_tokens != self._capacity_tokens:
             log.warning(
@@ -284,7 +260,7 @@ class PlacedLoader:
                     number = self._number(Cursor(begin.epoch, micro_batch))
                     Agreement.announce_unable(self._transport, number, Occasion.TAKE)
                     raise
-                batch = self._deliver(prepared, data)
+                batch = self._deliver(prepared, data, self._number(prepared.cursor), self._facts)
                 documents += sum_of_documents(prepared.documents)
                 self._position = replace(begin, micro_batch=micro_batch + 1, documents=documents)
                 self.end_of_dataloader = micro_batch + 1 == packed.num_micro_batches
@@ -296,70 +272,21 @@ class PlacedLoader:
             if self.writes_epochs and use.trained:
                 log.info("%s", meter.read_alone(self).in_words(f"epoch {begin.epoch}"))
 
-    def _deliver(self, prepared: Prepared, data: PlacedData) -> dict[str, Any]:
-        """Returns the batch on the device, with its plan, once all ranks have agreed to take the same one."""
-        posting = self._transport if isinstance(self._transport, PostingTransport) else None
-        if posting is not None:
-            prepared = self.preparer.planned_for(posting.extra_ranks, prepared)
-        self.times.micro_batches += 1
-        self.times.plan_seconds += prepared.plan_seconds
-        self.totals = self.totals.plus(prepared.facts)
-        self.history.append(prepared.facts)
-        number = self._number(prepared.cursor)
-        facts = {
-            **shared_facts(self._config),
+    @property
+    def _facts(self) -> dict[str, object]:
+        """Facts of the data that ranks must share."""
+        return {
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "micro_steps": self._micro_steps,
             "pipeline": self._shape,
             "number of documents": len(self._source),
             "lengths of documents": self._source.fingerprint,
             "contents of documents": self.contents,
         }
-        agreement = agree_to_take(self._transport, prepared, number, facts)
-        posted, replan = None, None
-        if posting is not None:
-            posted = posting.post(prepared.plan, number, self.preparer.planner.num_chunks)
-            replan = Replanner(posting, self.preparer, prepared, number)
-        plan = PlacedPlan(
-            data,
-            prepared.kinds.whole_tokens,
-            micro_batch=number,
-            planned=prepared.kinds.planned(self._device, prepared.fingerprint, posted),
-            transport=self._transport,
-            config=self._config,
-            agreement=agreement,
-            replan=replan,
-            document_tokens=prepared.kinds.document_tokens,
-        )
-        batch = {
-            **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},
-            "distca_plan": plan,
-        }
-        KnownBatch(batch, plan, is_loaded=True)
-        plan.agree()  # here, before the training framework's own collectives could meet a lost rank
-        check_cuts(self._transport, prepared, number, plan.numbers)
-        self._note_use(plan)
-        if not plan.label_tokens and not self._warned_of_labels:
-            self._warned_of_labels = True
-            log.warning(
-                "micro-batch %d holds no label to learn, on any rank: its loss is 0. If all are like it, look at the "
-                "dataset's labels and masks (a chat template without assistant tokens, for example)",
-                number,
-            )
-        return batch
 
     def _number(self, cursor: Cursor) -> int:
         """Returns the number of a micro-batch, counted over all epochs."""
         return cursor.epoch * len(self) + cursor.micro_batch
-
-    def _sizes(self) -> dict[str, int]:
-        """Returns the sizes that decide which documents are in a micro-batch of an epoch."""
-        return {
-            "capacity_tokens": self._capacity_tokens,
-            "num_ranks": self._transport.world_size,
-            "micro_steps": self._micro_steps,
-        }
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -376,16 +303,3 @@ class PlacedLoader:
             "shuffle": self._shuffle,
             "whole_documents": self._planner.whole_documents,
         }
-
-    def _note_use(self, plan: LivePlan) -> None:
-        """Warns, once, if no enabled model has run on any of the latest batches; then notes this one."""
-        is_full = len(self._latest) == self._latest.maxlen
-        if is_full and not self._warned_of_use and not any(use.begun for use in self._latest):
-            self._warned_of_use = True
-            log.warning(
-                "the last %d micro-batches were handed out, and no enabled model ran on them. Another model must not "
-                "train on placed batches: it would see parts of documents. Call "
-                "distca_hf.enable(model, plugin) for it",
-                len(self._latest),
-            )
-        self._latest.append(plan.use)

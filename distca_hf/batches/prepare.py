@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.data.collate import Cut, collate, cuts_of
+from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
 from distca_hf.data.documents import NO_DRAWS, DocumentSource
 from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
@@ -97,8 +97,79 @@ class Prepared:
         return zlib.crc32(self.documents.astype("<i8").tobytes())
 
 
-@dataclass
-class Preparer:
+@dataclass(kw_only=True)
+class HostPlans:
+    """Plans micro-batches, and gives them the rows of one rank."""
+
+    planner: PlacedPlanner
+    rank: int
+    device: torch.device
+
+    def plan(self, cursor: Cursor, documents: IntArray, document_tokens: IntArray, placed: Layout | None) -> Prepared:
+        """Places and plans one micro-batch, without rows.
+
+        Args:
+            documents, document_tokens: `[documents]` number and length of each.
+            placed: their placement, if already made.
+        """
+        planner = self.planner  # it may be replaced meanwhile
+        layout = planner.layout(document_tokens, placed)
+        plan = planner.plan_layout(layout)
+        return Prepared(
+            cursor=cursor,
+            kinds=self._routed(plan, document_tokens),
+            fingerprint=plan.fingerprint,
+            documents=documents,
+            layout=layout,
+            plan_seconds=0,
+            plan=None if planner.extra_ranks is None else plan,
+            extra_ranks=planner.extra_ranks,
+        )
+
+    def with_rows(self, prepared: Prepared, rows: RankRows, cuts: list[Cut]) -> Prepared:
+        """Returns the micro-batch with the rows of this rank."""
+        arrays = {name: values for name, values in vars(rows).items() if name != "inputs"} | dict(rows.inputs)
+        columns = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items()}
+        if self.device.type == "cuda":
+            columns = {name: tensor.pin_memory() for name, tensor in columns.items()}
+        return replace(prepared, columns=columns, label_tokens=rows.num_labels, cuts=cuts)
+
+    def use_device(self) -> None:
+        """Makes this thread pin memory in the context of its GPU: without it, pinning would open one on the first."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def planned_for(self, extra_ranks: ExtraRanks | None, prepared: Prepared) -> Prepared:
+        """Returns the micro-batch, planned for other extra ranks, with the same rows. Later ones are planned for them,
+        too."""
+        if extra_ranks == prepared.extra_ranks:
+            return prepared
+        planner = self.planner = replace(self.planner, extra_ranks=extra_ranks)
+        plan = planner.plan_layout(prepared.layout)
+        return replace(
+            prepared,
+            kinds=self._routed(plan, prepared.layout.document_tokens),
+            fingerprint=plan.fingerprint,
+            plan=None if extra_ranks is None else plan,
+            extra_ranks=extra_ranks,
+        )
+
+    def _routed(self, plan: Plan, document_tokens: IntArray) -> PinnedKinds:
+        """Routes all kinds of layers; facts compare them with documents packed in order."""
+        planner = self.planner
+        routed = RoutedKinds.of(
+            plan,
+            self.rank,
+            planner.num_chunks,
+            planner.layer_masks,
+            lambda mask: work_in_order(document_tokens, planner.num_ranks, mask),
+            0 if planner.extra_ranks is None else planner.extra_ranks.count,
+        )
+        return PinnedKinds.prepare(routed, self.device.type == "cuda", planner.halo_tokens)
+
+
+@dataclass(kw_only=True)
+class Preparer(HostPlans):
     """Prepares micro-batches of one rank.
 
     Attributes:
@@ -106,16 +177,12 @@ class Preparer:
     """
 
     source: DocumentSource
-    planner: PlacedPlanner
-    rank: int
-    device: torch.device
     num_workers: int = 0
 
     def rest(self, begin: Cursor, epoch: SteppedEpoch) -> Iterator[Prepared]:
         """Yields micro-batches from `begin` to the end of its epoch, with their rows. Without workers, the rows of a
         transform are left to `finish`."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
+        self.use_device()
         planned = (
             self.prepare(epoch, replace(begin, micro_batch=micro_batch))
             for micro_batch in range(begin.micro_batch, epoch.num_micro_batches)
@@ -126,20 +193,8 @@ class Preparer:
         """Places and plans one micro-batch, and reads its rows unless they are to be drawn."""
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
-        document_tokens = self.source.document_tokens[documents]
-        planner = self.planner  # it may be replaced meanwhile
-        layout = planner.layout(document_tokens, epoch.layout(cursor.micro_batch))
-        plan = planner.plan_layout(layout)
-        prepared = Prepared(
-            cursor=cursor,
-            kinds=self._routed(plan, document_tokens),
-            fingerprint=plan.fingerprint,
-            documents=documents,
-            layout=layout,
-            plan_seconds=0,
-            plan=None if planner.extra_ranks is None else plan,
-            extra_ranks=planner.extra_ranks,
-        )
+        placed = epoch.layout(cursor.micro_batch)
+        prepared = self.plan(cursor, documents, self.source.document_tokens[documents], placed)
         if not self.source.are_drawn:
             prepared = self._read(prepared, NO_DRAWS)
         return replace(prepared, plan_seconds=time.perf_counter() - began)
@@ -180,46 +235,13 @@ class Preparer:
     def _read(self, prepared: Prepared, draws: Draws) -> Prepared:
         """Returns the micro-batch with the rows of this rank."""
         of_rank = prepared.layout, self.rank, prepared.documents, self.source, draws
-        rows = collate(*of_rank)
-        arrays = {name: values for name, values in vars(rows).items() if name != "inputs"} | dict(rows.inputs)
-        columns = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items()}
-        if self.device.type == "cuda":
-            columns = {name: tensor.pin_memory() for name, tensor in columns.items()}
-        return replace(prepared, columns=columns, label_tokens=rows.num_labels, cuts=cuts_of(*of_rank))
-
-    def planned_for(self, extra_ranks: ExtraRanks | None, prepared: Prepared) -> Prepared:
-        """Returns the micro-batch, planned for other extra ranks, with the same rows. Later ones are planned for them,
-        too."""
-        if extra_ranks == prepared.extra_ranks:
-            return prepared
-        planner = self.planner = replace(self.planner, extra_ranks=extra_ranks)
-        plan = planner.plan_layout(prepared.layout)
-        return replace(
-            prepared,
-            kinds=self._routed(plan, prepared.layout.document_tokens),
-            fingerprint=plan.fingerprint,
-            plan=None if extra_ranks is None else plan,
-            extra_ranks=extra_ranks,
-        )
-
-    def _routed(self, plan: Plan, document_tokens: IntArray) -> PinnedKinds:
-        """Routes all kinds of layers; facts compare them with documents packed in order."""
-        planner = self.planner
-        routed = RoutedKinds.of(
-            plan,
-            self.rank,
-            planner.num_chunks,
-            planner.layer_masks,
-            lambda mask: work_in_order(document_tokens, planner.num_ranks, mask),
-            0 if planner.extra_ranks is None else planner.extra_ranks.count,
-        )
-        return PinnedKinds.prepare(routed, self.device.type == "cuda", planner.halo_tokens)
+        return self.with_rows(prepared, collate(*of_rank), cuts_of(*of_rank))
 
 
 class Replanner:
     """Plans a micro-batch again when the ranks without tokens that take part have changed."""
 
-    def __init__(self, transport: PostingTransport, preparer: Preparer, prepared: Prepared, micro_batch: int) -> None:
+    def __init__(self, transport: PostingTransport, preparer: HostPlans, prepared: Prepared, micro_batch: int) -> None:
         self._transport, self._preparer, self._micro_batch = transport, preparer, micro_batch
         self._prepared, self._membership = replace(prepared, columns={}), transport.membership
 
@@ -255,8 +277,12 @@ def _as_it_is(drawn: Any) -> Any:
 class Prefetcher(Generic[Item]):
     """Items of `make()`, of which up to `depth` are made ahead. The thread that asks for an item runs `finish` on it.
 
-    The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main
-    thread. A daemon thread would be cut off in the middle of a call, which may abort the process.
+    The thread ends with its iterator, when the consumer stops, or with the main thread. A daemon thread would be cut
+    off in the middle of a call, which may abort the process.
+
+    Items whose making is collective (`in_step`) are made on all ranks, or on none: when the consumer stops, the thread
+    first makes what it was asked for, and then closes the iterator. Consumers that take the same number of items have
+    asked for the same number. Other items need no process group.
     """
 
     def __init__(
@@ -265,10 +291,12 @@ class Prefetcher(Generic[Item]):
         depth: int,
         times: LoaderTimes,
         finish: Callable[[Item], Item] = lambda item: item,
+        in_step: bool = False,
     ) -> None:
-        self._make, self._finish = make, finish
+        self._make, self._finish, self._in_step = make, finish, in_step
         # Items, then what ended `make`: StopIteration, or the error that it raised.
-        self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue()
+        self._asked_for = threading.Semaphore(depth + 1)  # one more is made before there is room for it
         self._stopped = threading.Event()
         self._times = times
 
@@ -280,6 +308,7 @@ class Prefetcher(Generic[Item]):
             while True:
                 asked = time.perf_counter()
                 item, ended = self._queue.get()
+                self._asked_for.release()
                 if ended is None:
                     item = self._finish(cast(Item, item))
                 if self._times.begun:  # nothing can be ahead of the very first item
@@ -299,21 +328,18 @@ class Prefetcher(Generic[Item]):
     def _run(self) -> None:
         ended: BaseException = StopIteration()
         try:
-            for item in self._make():
-                if not self._put(item, None):
-                    return
+            items = self._make()
+            while self._is_asked_for():
+                self._queue.put((next(items), None))
+            if isinstance(items, Generator):
+                items.close()
         except BaseException as error:
             ended = error
-        self._put(None, ended)
+        self._queue.put((None, ended))
 
-    def _put(self, item: Item | None, ended: BaseException | None) -> bool:
-        """Puts an item when there is room; False if the consumer has stopped."""
-        while not self._stopped.is_set():
-            if not threading.main_thread().is_alive():
+    def _is_asked_for(self) -> bool:
+        """Waits until another item is asked for; False if the consumer has stopped."""
+        while not self._asked_for.acquire(timeout=POLL_SECONDS):
+            if self._stopped.is_set() or not threading.main_thread().is_alive():
                 return False
-            try:
-                self._queue.put((item, ended), timeout=POLL_SECONDS)
-            except queue.Full:
-                continue
-            return True
-        return False
+        return self._in_step or not self._stopped.is_set()

@@ -83,7 +83,7 @@ class PlacedData:
         micro_batches: those of the epoch, or of its rest.
         first: index of the next one.
         micro_steps: micro-batches of an optimizer step within which documents are divided anew.
-        per_epoch: micro-batches of a whole epoch.
+        per_epoch: micro-batches of a whole epoch; None for a stream, of which only the window is known.
     """
 
     planner: PlacedPlanner
@@ -91,7 +91,7 @@ class PlacedData:
     micro_batches: SteppedEpoch
     first: int
     micro_steps: int
-    per_epoch: int
+    per_epoch: int | None
 
     @cached_property
     def preview(self) -> Preview:
@@ -200,13 +200,19 @@ class RunReport:
             )
         data = plan.data
         lengths = data.document_tokens
+        known = f"{count(len(lengths), 'document')}, {int(lengths.sum()):,} tokens"
+        if data.per_epoch is None:
+            return (
+                f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; a stream; its first window: "
+                f"{known}, longest {int(lengths.max()):,} of {data.planner.capacity_tokens:,} possible"
+            )
         if self._steps_per_epoch is not None or data.micro_steps > 1:
             steps = count(self._steps_per_epoch or ceil_div(data.per_epoch, data.micro_steps), "step")
         else:
             steps = count(data.per_epoch, "micro-batch")
         return (
-            f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; {count(len(lengths), 'document')}, "
-            f"{int(lengths.sum()):,} tokens, longest {int(lengths.max()):,} of {data.planner.capacity_tokens:,} "
+            f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; {known}, "
+            f"longest {int(lengths.max()):,} of {data.planner.capacity_tokens:,} "
             f"possible; {steps} per epoch"
         )
 

@@ -42,6 +42,7 @@ class Occasion(enum.IntEnum):
     SCHEDULE = 8  # run an optimizer step of a pipeline
     EVALUATE = 9  # go on with an evaluation
     MOVE = 10  # move rows to where a model's layers compute them
+    READ = 11  # read on in a stream, and send its tokens
 
 
 # Ranks that take a step together. A rank that is unable tells the ranks of the step that it should have taken.
@@ -55,6 +56,7 @@ SCOPE_OF = {
     Occasion.SCHEDULE: Scope.GROUP,
     Occasion.EVALUATE: Scope.GROUP,
     Occasion.MOVE: Scope.LAYERS,
+    Occasion.READ: Scope.ROWS,
 }
 
 # Bytes of text in one integer: gathers carry signed integers of 64 bits and nothing else.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca_hf.comm.agreement import labels_of
 from distca_hf.comm.grid import Grid, Scope, check_same_grids, grid_in_words
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.torch_transport import TorchTransport
+from distca_hf.comm.torch_transport import IN_THREAD, TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.comm.whereabouts import Whereabouts
 from distca_hf.errors import ConfigError, PeerLostError, first_line
@@ -165,6 +166,7 @@ def open_transport(
     timeout_seconds: float,
     agreement_timeout_seconds: float | None = None,
     members: Members | None = None,
+    in_thread: bool = False,
 ) -> Transport:
     """Opens a transport over all ranks of a group; a collective call of these ranks. One rank needs no group.
 
@@ -173,6 +175,8 @@ def open_transport(
         timeout_seconds: deadline of every exchange.
         agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
         members: the ranks; by default all of the initialised process group.
+        in_thread: whether only a background thread uses it. Ranks that wait in vain then are not looked for: this
+            thread's calls come at any time between those of training.
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet; or torch cannot open
@@ -196,12 +200,13 @@ def open_transport(
     if not members.are_the_job:
         _check_no_split(on_gpus)
     began, padding = time.monotonic(), []
+    gloo_group = partial(_gloo_group, group_desc=IN_THREAD) if in_thread else _gloo_group
     try:
         most_groups = _meet(store, members, patience)
         if not members.are_the_job:
             padding = _padding(members, most_groups)
-        control_groups = _control_groups(members, patience)
-        make = _nccl_group if on_gpus else _gloo_group
+        control_groups = _control_groups(members, gloo_group, patience)
+        make = _nccl_group if on_gpus else gloo_group
         data_group = _new_group(members, Scope.ROWS, make, timeout)
         tensor_group = _new_group(members, Scope.TENSOR, make, timeout) if grid.shape[2] > 1 else None
     except RuntimeError as error:
@@ -218,17 +223,20 @@ def open_transport(
         mine = store.clone()  # type: ignore[attr-defined]
         return Whereabouts(mine, name, grid.rank, ranks, labels, count, place, on_gpus)
 
-    return TorchTransport(data_group, control_groups, rollcall, device, grid, None, whereabouts, tensor_group)
+    detector = None if in_thread else whereabouts
+    return TorchTransport(data_group, control_groups, rollcall, device, grid, None, detector, tensor_group)
 
 
-def _control_groups(members: Members, patience: timedelta) -> dict[Scope, dist.ProcessGroup]:
+def _control_groups(
+    members: Members, make: Callable[..., dist.ProcessGroup], patience: timedelta
+) -> dict[Scope, dist.ProcessGroup]:
     """Opens the groups for integers, the widest scope first. Scopes of the same ranks share one."""
     groups: dict[Scope, dist.ProcessGroup] = {}
     opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for scope in (Scope.GROUP, Scope.LAYERS, Scope.ROWS):
         ranks = members.grid.members(scope)
         if ranks not in opened:
-            opened[ranks] = _new_group(members, scope, _gloo_group, patience)
+            opened[ranks] = _new_group(members, scope, make, patience)
         groups[scope] = opened[ranks]
     return groups
 

@@ -43,6 +43,8 @@ from distca_hf.torch_private import (
 
 log = get_logger(__name__)
 
+# Description of groups that only a background thread uses.
+IN_THREAD = "distca in a thread"
 # Torch's name of gloo's threads, as Linux shows it.
 GLOO_THREAD = "pt_gloo_runloop"
 # Seconds between two looks at gloo's threads: one that waits for the GIL gets it meanwhile.
@@ -154,6 +156,7 @@ class TorchTransport:
         ours, known = self._groups, num_groups()
         if known != self._num_groups:  # groups were opened or ended
             others = [group for group in groups_of(self.members(Scope.LAYERS)) if group not in ours]
+            others = [group for group in others if group.group_desc != IN_THREAD]
             self._num_groups = known
             self._other_groups = [group for group in others if not (self._on_gpu and group.name() == "gloo")]
         of_rows = ours[: self._num_row_groups]

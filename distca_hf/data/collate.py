@@ -15,13 +15,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray, ceil_div
-from distca_hf.data.documents import IGNORED_LABEL, NO_DRAWS, DocumentSource
+from distca_hf.data.documents import IGNORED_LABEL, NO_DRAWS, DocumentSource, Tokens
 from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
@@ -48,6 +48,21 @@ MOST_DRAWN_TWICE = 256
 RUN_TOKENS, TOLD_SHARE = 4, 0.1
 # Tokens at the end of a document in which to look for runs.
 END_TOKENS = 64
+
+
+class TokenSource(Protocol):
+    """Tokens by document.
+
+    Attributes:
+        inputs: dtypes of further inputs of the model, by name.
+    """
+
+    @property
+    def inputs(self) -> Mapping[str, np.dtype[Any]]: ...
+
+    def read(self, document: int, start: int, stop: int, draws: Draws) -> Tokens:
+        """Returns tokens [start, stop) of a document."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -77,9 +92,7 @@ class RankRows:
         return int(np.count_nonzero(self.shift_labels != IGNORED_LABEL))
 
 
-def collate(
-    layout: Layout, rank: int, documents: IntArray, source: DocumentSource, draws: Draws = NO_DRAWS
-) -> RankRows:
+def collate(layout: Layout, rank: int, documents: IntArray, source: TokenSource, draws: Draws = NO_DRAWS) -> RankRows:
     """Reads the tokens that `rank` holds, and no others except the label after a cut.
 
     Args:

@@ -5,7 +5,7 @@ than a global micro-batch is refused, split or truncated here. All later code ge
 """
 
 import hashlib
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,83 @@ class Tokens:
         """Returns all of them, for checksums."""
         integers = b"".join(x.astype("<i8").tobytes() for x in (self.input_ids, self.labels, self.shift_labels))
         return integers + b"".join(values.tobytes() for _, values in sorted(self.inputs.items()))
+
+
+def follows_masks(reading: Reading, names: Container[str]) -> bool:
+    """Returns whether masks decide what is learnt of a row with these columns."""
+    return reading.masks == "always" or "labels" not in names
+
+
+def tokens_of(values: Values, tokens: int, is_first: bool, reading: Reading, inputs: Iterable[str]) -> Tokens:
+    """Returns a segment of a document.
+
+    Args:
+        values: of the segment, and of one token more if the document goes on.
+        tokens: length of the segment.
+        is_first: whether the document begins with it.
+        inputs: names of further inputs of the model.
+    """
+    input_ids = values["input_ids"]
+    # 1. Labels, except of tokens that are not learnt.
+    labels = values["labels" if "labels" in values else "input_ids"].copy()
+    if follows_masks(reading, values):
+        for mask in MASK_COLUMNS:
+            if mask in values:
+                labels[values[mask] == 0] = IGNORED_LABEL
+    if reading.unlearnt_token is not None:
+        labels[input_ids == reading.unlearnt_token] = IGNORED_LABEL
+    # 2. Labels shifted within the document: no token predicts its first one.
+    if is_first:
+        labels[0] = IGNORED_LABEL
+    shift_labels = np.full(tokens, IGNORED_LABEL, dtype=np.int64)
+    shift_labels[: len(labels) - 1] = labels[1:]
+    return Tokens(input_ids[:tokens], labels[:tokens], shift_labels, {name: values[name][:tokens] for name in inputs})
+
+
+def check_values(values: Values, where: str, begin: int, origin: int, vocabulary_tokens: int | None) -> None:
+    """Checks values of a row.
+
+    Args:
+        where: names the row, for errors.
+        begin, origin: tokens of the row before these values, and before their document.
+        vocabulary_tokens: tokens that the model has embeddings for, if known.
+
+    Raises:
+        PackingError: they cannot be trained on.
+    """
+    if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
+        at = int(wrong[0])
+        if mask[at] == 0:
+            raise PackingError(
+                f"{where}attention_mask is 0 at token {begin + at}: the dataset is padded. Tokenise it "
+                "without padding: documents are packed here"
+            )
+        raise PackingError(
+            f"{where}attention_mask is {mask[at]} at token {begin + at}, as if it numbered documents; say "
+            "which documents a row holds in a column 'seq_lengths' (a list of lengths per row)"
+        )
+    if (positions := values.get("position_ids")) is not None:
+        expected = np.arange(begin - origin, begin - origin + len(positions))
+        if len(wrong := np.flatnonzero(positions != expected)):
+            at = int(wrong[0])
+            raise PackingError(
+                f"{where}position_ids is {positions[at]} at token {begin + at}, which has position "
+                f"{expected[at]} in its document. If documents begin within rows, give their lengths in a column "
+                "'seq_lengths' (a list per row); other positions than 0, 1, 2, ... are not placed"
+            )
+    for name in ("input_ids", "labels"):
+        ids = values.get(name)
+        if ids is None or (ids.min(initial=0) >= 0 and ids.max(initial=0) < (vocabulary_tokens or MAX_INTEGER)):
+            continue
+        unknown = (ids < 0) & ((name == "input_ids") | (ids != IGNORED_LABEL))
+        if vocabulary_tokens is not None:
+            unknown |= ids >= vocabulary_tokens
+        if len(wrong := np.flatnonzero(unknown)):
+            known = "0 or more" if vocabulary_tokens is None else f"0 to {vocabulary_tokens - 1} in this model"
+            raise PackingError(
+                f"{where}{name} is {ids[wrong[0]]} at token {begin + wrong[0]}, and tokens are {known}"
+                f"{and_more(len(wrong) - 1)}. Tokenise with the tokenizer of the model, or resize its embeddings"
+            )
 
 
 class DocumentSource:
@@ -159,65 +236,14 @@ class DocumentSource:
             values = self._rows.read(row, begin, labels_end)
         else:
             values = {name: of_row[begin:labels_end] for name, of_row in draws[row].items()}
-        input_ids = values["input_ids"]
-        self._check(values, row, begin, int(self._origin[document]))
-        # 2. Labels, except of tokens that are not learnt.
-        labels = values["labels" if "labels" in values else "input_ids"].copy()
-        if self._follows_masks(values):
-            for mask in MASK_COLUMNS:
-                if mask in values:
-                    labels[values[mask] == 0] = IGNORED_LABEL
-        if self._reading.unlearnt_token is not None:
-            labels[input_ids == self._reading.unlearnt_token] = IGNORED_LABEL
-        # 3. Labels shifted within the document: no token predicts its first one.
-        if start == 0:
-            labels[0] = IGNORED_LABEL
-        tokens = stop - start
-        shift_labels = np.full(tokens, IGNORED_LABEL, dtype=np.int64)
-        shift_labels[: len(labels) - 1] = labels[1:]
-        inputs = {name: values[name][:tokens] for name in self.inputs}
-        return Tokens(input_ids[:tokens], labels[:tokens], shift_labels, inputs)
+        where = f"row {row}: "
+        check_values(values, where, begin, int(self._origin[document]), self._reading.vocabulary_tokens)
+        # 2. Labels, shifted within the document.
+        return tokens_of(values, stop - start, start == 0, self._reading, self.inputs)
 
     def _follows_masks(self, names: Container[str]) -> bool:
         """Returns whether masks decide what is learnt of a row with these columns."""
-        return self._reading.masks == "always" or "labels" not in names
-
-    def _check(self, values: Values, row: int, begin: int, origin: int) -> None:
-        """Checks tokens of a row from `begin` on; their document begins at `origin`."""
-        if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
-            at = int(wrong[0])
-            if mask[at] == 0:
-                raise PackingError(
-                    f"row {row}: attention_mask is 0 at token {begin + at}: the dataset is padded. Tokenise it "
-                    "without padding: documents are packed here"
-                )
-            raise PackingError(
-                f"row {row}: attention_mask is {mask[at]} at token {begin + at}, as if it numbered documents; say "
-                "which documents a row holds in a column 'seq_lengths' (a list of lengths per row)"
-            )
-        if (positions := values.get("position_ids")) is not None:
-            expected = np.arange(begin - origin, begin - origin + len(positions))
-            if len(wrong := np.flatnonzero(positions != expected)):
-                at = int(wrong[0])
-                raise PackingError(
-                    f"row {row}: position_ids is {positions[at]} at token {begin + at}, which has position "
-                    f"{expected[at]} in its document. If documents begin within rows, give their lengths in a column "
-                    "'seq_lengths' (a list per row); other positions than 0, 1, 2, ... are not placed"
-                )
-        vocabulary_tokens = self._reading.vocabulary_tokens
-        for name in ("input_ids", "labels"):
-            ids = values.get(name)
-            if ids is None or (ids.min(initial=0) >= 0 and ids.max(initial=0) < (vocabulary_tokens or MAX_INTEGER)):
-                continue
-            unknown = (ids < 0) & ((name == "input_ids") | (ids != IGNORED_LABEL))
-            if vocabulary_tokens is not None:
-                unknown |= ids >= vocabulary_tokens
-            if len(wrong := np.flatnonzero(unknown)):
-                known = "0 or more" if vocabulary_tokens is None else f"0 to {vocabulary_tokens - 1} in this model"
-                raise PackingError(
-                    f"row {row}: {name} is {ids[wrong[0]]} at token {begin + wrong[0]}, and tokens are {known}"
-                    f"{and_more(len(wrong) - 1)}. Tokenise with the tokenizer of the model, or resize its embeddings"
-                )
+        return follows_masks(self._reading, names)
 
     def _split_rows(self) -> tuple[IntArray, IntArray, IntArray]:
         """Returns row, first token and length of every document."""
@@ -304,9 +330,9 @@ def check_map_style(dataset: object) -> None:
 
     if isinstance(dataset, datasets.IterableDataset):
         raise PackingError(
-            "an IterableDataset cannot be packed by placement: all document lengths must be known before the first "
-            "step. Save the stream once, for example with datasets.Dataset.from_generator(lambda: iter(stream)), "
-            "and train on that; or leave tokens_per_rank out, and train on your own batches"
+            "an IterableDataset cannot be evaluated with evaluate='distca': document lengths must be known before. "
+            "Save it once, for example with datasets.Dataset.from_generator(lambda: iter(stream)); or evaluate your "
+            "own batches (evaluate='local')"
         )
     if not isinstance(dataset, datasets.Dataset):
         raise PackingError(

@@ -8,8 +8,9 @@ draw, or another process.
 
 import random
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,17 +64,17 @@ class DrawnRows:
         self.shown: frozenset[str] = frozenset()
         with generators_left_alone():
             first = self._drawn(0, epoch=0)
-        self.names, self.inputs = frozenset(first), _inputs_of(first)
+        self.names, self.inputs = frozenset(first), inputs_of(first)
 
     def draw(self, rows: Iterable[int], epoch: int) -> Draws:
         """Draws whole rows as they are in an epoch."""
         with generators_left_alone():
             draws = {row: self._drawn(row, epoch) for row in rows}
         for row, drawn in draws.items():
-            if (inputs := _inputs_of(drawn)) != self.inputs:
+            if (inputs := inputs_of(drawn)) != self.inputs:
                 raise PackingError(
-                    f"row {row}: the dataset's transform gives {_shown(inputs)} besides tokens, and "
-                    f"{_shown(self.inputs)} for row 0; give every row the same inputs of the model"
+                    f"row {row}: the dataset's transform gives {in_words(inputs)} besides tokens, and "
+                    f"{in_words(self.inputs)} for row 0; give every row the same inputs of the model"
                 )
         return draws
 
@@ -86,7 +87,7 @@ class DrawnRows:
             error.add_note(f"distca_hf: the dataset's transform raised this at row {row}")
             raise
         self.shown |= made.keys()
-        drawn: dict[str, NDArray[Any]] = {}
+        row_of: dict[str, Any] = {}
         for name, of_rows in made.items():
             if not self._reading.looks_at(name, f"row {row}: ") or name == "length":
                 continue
@@ -95,7 +96,7 @@ class DrawnRows:
                     f"row {row}: the dataset's transform makes {len(of_rows)} rows of it (column {name!r}), of which "
                     "only one could be used; make one row of each, or use dataset.map"
                 )
-            value = of_rows[0]
+            value = row_of[name] = of_rows[0]
             if name == "seq_lengths":  # all documents are placed before a row is drawn
                 announced = [int(self.lengths[row])] if self.documents is None else self.documents[row].as_py()
                 if value is not None and list(map(int, value)) != announced:
@@ -104,32 +105,53 @@ class DrawnRows:
                         f"{announced} tokens were announced. Documents must be known before rows are made: store "
                         "their lengths in a column 'seq_lengths' (a list per row)"
                     )
-            elif name in TOKEN_COLUMNS:
-                if value is not None:
-                    drawn[name] = self._numbers(row, name, value, "iub").astype(np.int64)
-            elif is_media(name) and not isinstance(value, str | int | float | None):
-                raise PackingError(f"row {row}: {media_refusal([name])}")
-            elif _holds_numbers(value) and self._reading.check([name], f"row {row}: "):
-                numbers = self._numbers(row, name, value, "iubf")
-                drawn[name] = numbers.astype(np.float32 if numbers.dtype.kind == "f" else np.int64)
-        if "input_ids" not in drawn:
-            raise PackingError(f"row {row}: the dataset's transform gives no 'input_ids', only {list(made)}")
-        return drawn
+        maker = "the dataset's transform"
+        tokens = int(self.lengths[row])
+        return values_of(row_of, self._reading, f"row {row}: ", maker, tokens, f"column 'length' announces {tokens}")
 
-    def _numbers(self, row: int, name: str, value: Any, kinds: str) -> NDArray[Any]:
+
+def values_of(row: Mapping[str, Any], reading: Reading, where: str, maker: str, tokens: int, because: str) -> Values:
+    """Returns the numbers of a row that was just made, in the columns that count.
+
+    Args:
+        where, maker: what the row is and what made it, for errors.
+        tokens: numbers that each column must hold.
+        because: says why that many.
+
+    Raises:
+        PackingError: a column cannot be used; names it.
+    """
+
+    def numbers(name: str, value: Any, kinds: str) -> NDArray[Any]:
         """Returns the values of a column, one for each token of the row."""
         try:
-            values = np.asarray(value)
+            values = _as_array(value)
         except ValueError as error:
-            raise PackingError(f"row {row}: the transform gives {name!r} as lists of unequal lengths") from error
+            raise PackingError(f"{where}{maker} gives {name!r} as lists of unequal lengths") from error
         if name == "labels" and values.ndim == 0:
-            raise PackingError(f"row {row}: column {name!r} {ONE_PER_ROW}")
-        if values.ndim != 1 or values.dtype.kind not in kinds or len(values) != self.lengths[row]:
+            raise PackingError(f"{where}column {name!r} {ONE_PER_ROW}")
+        if values.ndim != 1 or (values.dtype.kind not in kinds and values.size) or len(values) != tokens:
             raise PackingError(
-                f"row {row}: the dataset's transform gives {name!r} of {values.dtype} with shape {values.shape}; "
-                f"column 'length' announces {self.lengths[row]} {'numbers' if 'f' in kinds else 'integers'}"
+                f"{where}{maker} gives {name!r} of {values.dtype} with shape {values.shape}; "
+                f"{because} {'numbers' if 'f' in kinds else 'integers'}"
             )
         return values
+
+    made: dict[str, NDArray[Any]] = {}
+    for name, value in row.items():
+        if name in TOKEN_COLUMNS:
+            if value is not None:
+                made[name] = numbers(name, value, "iub").astype(np.int64)
+        elif name in KNOWN_COLUMNS:
+            continue
+        elif is_media(name) and not isinstance(value, str | int | float | None):
+            raise PackingError(f"{where}{media_refusal([name])}")
+        elif _holds_numbers(value) and reading.check([name], where):
+            of_model = numbers(name, value, "iubf")
+            made[name] = of_model.astype(np.float32 if of_model.dtype.kind == "f" else np.int64)
+    if "input_ids" not in made:
+        raise PackingError(f"{where}{maker} gives no 'input_ids', only {list(row)}")
+    return made
 
 
 def seed_generators(*numbers: int) -> None:
@@ -177,6 +199,14 @@ def _torch() -> Any:
     return sys.modules.get("torch")
 
 
+def _as_array(value: Any) -> NDArray[Any]:
+    """Returns numbers as an array: lists of whole numbers in half of NumPy's time."""
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        with suppress(TypeError, OverflowError):  # other values follow
+            return np.frombuffer(array("q", value), dtype=np.int64)
+    return np.asarray(value)
+
+
 def _holds_numbers(value: Any) -> bool:
     """Returns whether a value that a transform gives for a row is a number, or an array or lists of numbers."""
     if value is None or isinstance(value, str | bytes | Mapping):
@@ -188,9 +218,11 @@ def _holds_numbers(value: Any) -> bool:
     return array.dtype.kind in "iubf" and array.size > 0
 
 
-def _inputs_of(drawn: Values) -> Mapping[str, np.dtype[Any]]:
+def inputs_of(drawn: Values) -> Mapping[str, np.dtype[Any]]:
+    """Returns dtypes of the further inputs of the model that a row holds, by name."""
     return {name: values.dtype for name, values in drawn.items() if name not in KNOWN_COLUMNS}
 
 
-def _shown(inputs: Mapping[str, np.dtype[Any]]) -> str:
+def in_words(inputs: Mapping[str, np.dtype[Any]]) -> str:
+    """Returns inputs as text."""
     return ", ".join(f"{name!r} ({dtype})" for name, dtype in inputs.items()) or "nothing"

@@ -147,7 +147,7 @@ class EpochPacker:
         self._shuffle = shuffle
         self._fits = fits
         order, in_order = self._order(0), not shuffle
-        self._first = _pack_evenly(document_tokens, order, capacity_tokens, fits, multiple, in_order)
+        self._first = pack_evenly(document_tokens, order, capacity_tokens, fits, multiple, in_order)
 
     @property
     def num_micro_batches(self) -> int:
@@ -190,7 +190,7 @@ class EpochPacker:
         return self.epoch(number) if packed is None else self._packed_again(packed, self._capacity_tokens)
 
     def _packed_again(self, packed: Epoch, capacity_tokens: int) -> Epoch:
-        return _pack_evenly(self._tokens, packed.documents, capacity_tokens, in_order=not self._shuffle)
+        return pack_evenly(self._tokens, packed.documents, capacity_tokens, in_order=not self._shuffle)
 
     def resumed(
         self, number: int, taken: Sequence[tuple[int, int]], micro_batch: int, accumulation_steps: int
@@ -223,7 +223,16 @@ class EpochPacker:
         return np.random.RandomState([self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch])
 
 
-def _pack_evenly(
+def choose_full(
+    document_tokens: IntArray, capacity_tokens: int, fits: Fits | None = None, in_order: bool = False
+) -> IntArray:
+    """Chooses documents of one full micro-batch, as places among these documents: the first ones, and some that fill
+    the gap. Other arguments: see `EpochPacker`; `in_order` fills it with the first that fit."""
+    chosen = _choose(document_tokens, capacity_tokens, capacity_tokens, len(document_tokens), in_order)
+    return chosen if fits is None else chosen[fits(document_tokens[chosen])]
+
+
+def pack_evenly(
     document_tokens: IntArray,
     order: IntArray,
     capacity_tokens: int,

@@ -56,29 +56,21 @@ class SavedPosition:
             ConfigError: the position is of another dataset or order, or a field is missing, has the wrong type or is
                 out of range; names it.
         """
-        if not isinstance(state, Mapping):
-            raise ConfigError(f"the saved loader position is a {type(state).__name__}, and not a mapping of fields")
-        for name, value in identity.items():
-            if type(state.get(name)) is not type(value) or state[name] != value:
-                raise ConfigError(
-                    f"the saved loader position is of {name}={_shown(state.get(name))}, this loader has {value!r}; "
-                    "resume with the same dataset, seed, policy for overlong documents, kind of model (whole "
-                    "documents) and version of distca_hf"
-                )
-        whole = {name: _whole(name, state.get(name), least=1) for name in ("num_ranks", "micro_steps")}
-        whole["epoch"] = _whole("epoch", state.get("epoch"), most=MOST_EPOCHS)
-        whole["micro_batch"] = _whole("micro_batch", state.get("micro_batch"))
-        whole["steps_from"] = _whole("steps_from", state.get("steps_from"), most=whole["micro_batch"])
-        capacity_tokens = _whole("capacity_tokens", state.get("capacity_tokens"), least=longest_tokens)
-        parts = _listed("taken", state.get("taken"))
+        check_identity(state, identity)
+        numbers = {name: whole(name, state.get(name), least=1) for name in ("num_ranks", "micro_steps")}
+        numbers["epoch"] = whole("epoch", state.get("epoch"), most=MOST_EPOCHS)
+        numbers["micro_batch"] = whole("micro_batch", state.get("micro_batch"))
+        numbers["steps_from"] = whole("steps_from", state.get("steps_from"), most=numbers["micro_batch"])
+        capacity_tokens = whole("capacity_tokens", state.get("capacity_tokens"), least=longest_tokens)
+        parts = listed("taken", state.get("taken"))
         taken = []
         for part in parts:
             if not isinstance(part, list | tuple) or len(part) != 2:
-                _refuse("taken", parts, "pairs of tokens and micro-batches")
-            taken.append((_whole("taken", part[0], least=longest_tokens), _whole("taken", part[1])))
-        stages = _listed("pipeline", state.get("pipeline"))
-        pipeline = tuple(_whole("pipeline", number, least=1) for number in stages)
-        return cls(capacity_tokens=capacity_tokens, taken=tuple(taken), pipeline=pipeline, **whole)
+                refuse("taken", parts, "pairs of tokens and micro-batches")
+            taken.append((whole("taken", part[0], least=longest_tokens), whole("taken", part[1])))
+        stages = listed("pipeline", state.get("pipeline"))
+        pipeline = tuple(whole("pipeline", number, least=1) for number in stages)
+        return cls(capacity_tokens=capacity_tokens, taken=tuple(taken), pipeline=pipeline, **numbers)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -130,6 +122,23 @@ class SavedPosition:
             )
 
 
+def check_identity(state: Mapping[str, Any], identity: Mapping[str, object]) -> None:
+    """Checks that a position is of the same data and order.
+
+    Raises:
+        ConfigError: it is not; names the field and both values.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"the saved loader position is a {type(state).__name__}, and not a mapping of fields")
+    for name, value in identity.items():
+        if type(state.get(name)) is not type(value) or state[name] != value:
+            raise ConfigError(
+                f"the saved loader position is of {name}={_shown(state.get(name))}, this loader has {value!r}; "
+                "resume with the same dataset, seed, policy for overlong documents, kind of model (whole "
+                "documents) and version of distca_hf"
+            )
+
+
 def with_checksum(fields: Mapping[str, object], documents: int) -> dict[str, object]:
     """Returns the fields of a position with their checksum.
 
@@ -171,19 +180,22 @@ def sum_of_documents(documents: IntArray) -> int:
     return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
 
 
-def _whole(name: str, value: object, least: int = 0, most: int = MOST) -> int:
+def whole(name: str, value: object, least: int = 0, most: int = MOST) -> int:
+    """Returns a field that must be a whole number of this range; refuses another by name."""
     if type(value) is not int or not least <= value <= most:
-        _refuse(name, value, f"whole numbers from {least} to {most}")
+        refuse(name, value, f"whole numbers from {least} to {most}")
     return value
 
 
-def _listed(name: str, value: object) -> list[Any] | tuple[Any, ...]:
-    if not isinstance(value, list | tuple) or len(value) > MOST_PARTS:
-        _refuse(name, value, f"a list of at most {MOST_PARTS}")
+def listed(name: str, value: object, most: int = MOST_PARTS) -> list[Any] | tuple[Any, ...]:
+    """Returns a field that must be a list of at most this many; refuses another by name."""
+    if not isinstance(value, list | tuple) or len(value) > most:
+        refuse(name, value, f"a list of at most {most}")
     return value
 
 
-def _refuse(name: str, value: object, wanted: str) -> NoReturn:
+def refuse(name: str, value: object, wanted: str) -> NoReturn:
+    """Raises the error of a field with a wrong value."""
     raise ConfigError(f"the saved loader position has {name}={_shown(value)}; expected {wanted}")
 
 

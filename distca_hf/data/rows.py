@@ -138,7 +138,7 @@ FOR_LENGTHS = Reading(only=KNOWN_COLUMNS)
 
 def is_drawn(dataset: "Dataset") -> bool:
     """Returns whether the rows of a dataset are made by a transform."""
-    return bool(dataset.format["type"] == "custom")
+    return bool(getattr(dataset, "format", {}).get("type") == "custom")  # a stream has none
 
 
 def shown_columns(dataset: "Dataset") -> list[str]:

@@ -1,11 +1,12 @@
 """Planning, measured: balance, bytes and time of every planner beside baselines and bounds, as Markdown tables.
 
-    python scripts/benchmarks/planning.py [placed] [fixed] [times] [--ranks 4 8 64 512] [--seeds 3]
+    python scripts/benchmarks/planning.py [placed] [fixed] [times] [streams] [--ranks 4 8 64 512] [--seeds 3]
 
 placed   documents are placed: balance on many mixes; bytes against the published planner, and against the counting
          bound; bytes between nodes; optimizer steps of several micro-steps
 fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner
 times    planning and routing, each measured once in fresh processes, the median of several
+streams  batches of a stream, filled from a window: balance, padding, and tokens per second of one reading rank
 
 `distca plan` has the balance of an epoch, and `distca plan --batch-size` that of batches of a user's own.
 
@@ -33,10 +34,11 @@ from lib.planning.plan_tables import (
     print_ratio_to_bound,
 )
 from lib.planning.planners import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, print_row, table
+from lib.planning.stream_tables import print_streams
 
 
 RANKS = (4, 8, 64, 512)
-TABLES = ("placed", "fixed", "times")
+TABLES = ("placed", "fixed", "times", "streams")
 # Fresh processes for every time: the median of them is reported.
 PROCESSES = 7
 
@@ -99,6 +101,8 @@ def main() -> None:
         print_fixed(options.ranks, options.seeds)
     if "times" in options.tables:
         print_times(options.ranks)
+    if "streams" in options.tables:
+        print_streams(options.ranks, options.seeds)
 
 
 if __name__ == "__main__":

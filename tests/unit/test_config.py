@@ -39,6 +39,8 @@ NAMES = list(fields_of(DistCAConfig))
 DEFAULTS = {
     "tokens_per_rank": 0,
     "overlong": "error",
+    "stream_window_tokens": 0,
+    "skip_bad_rows": False,
     "pad_to_multiple_of": 128,
     "kernel": "auto",
     "kv_residency": "auto",
@@ -72,6 +74,8 @@ DEFAULTS = {
 OTHERS = {
     "tokens_per_rank": 1234,
     "overlong": "split",
+    "stream_window_tokens": 65536,
+    "skip_bad_rows": True,
     "pad_to_multiple_of": 7,
     "kernel": "reference",
     "kv_residency": "keep",

@@ -12,8 +12,10 @@ from transformers import Trainer
 
 from distca_hf.batches.known_batch import note_batch
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.stream_loader import StreamLoader
 from distca_hf.data.documents import check_map_style
 from distca_hf.data.rows import is_drawn
+from distca_hf.data.streams import check_saves_place, is_stream
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
@@ -64,7 +66,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
         earlier.undo()
     if context.tokens_per_rank and trainer.train_dataset is not None:
-        check_map_style(trainer.train_dataset)
+        (check_saves_place if is_stream(trainer.train_dataset) else check_map_style)(trainer.train_dataset)
     reasons = [*wrong_settings(trainer, context), *context.annex.cannot_attach(trainer)]
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
@@ -143,10 +145,12 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         attachment.replace(trainer, "model_accepts_loss_kwargs", True)
     loader = _training_loader(trainer, context, attachment)
     loader.writes_epochs = False  # the callback writes a line when training ends
-    _enable(attachment, context, loader.longest_document_tokens)
+    longest = None if isinstance(loader, StreamLoader) else loader.longest_document_tokens
+    _enable(attachment, context, longest)
     watch = watch_of(trainer.model)
     assert watch is not None
-    watch.position_limits.check(loader.longest_document_tokens, "the training dataset")
+    if longest is not None:  # every batch of a stream is checked
+        watch.position_limits.check(longest, "the training dataset")
     if context.evaluate == "distca":
         attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
         attachment.set_while("evaluation_loop", average_tokens_across_devices=True)
@@ -173,7 +177,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         check = EvaluationCheck(trainer)
         attachment.replace(trainer, "get_eval_dataloader", partial(check.loader, trainer.get_eval_dataloader))
 
-    def training() -> PlacedLoader:
+    def training() -> PlacedLoader | StreamLoader:
         attachment.check_unchanged()
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if watch_of(transformers_model(model)) is None:
@@ -190,7 +194,9 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     Resuming(loader).install(attachment)
 
 
-def _training_loader(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> PlacedLoader:
+def _training_loader(
+    trainer: Trainer, context: ParallelContext, attachment: Attachment
+) -> PlacedLoader | StreamLoader:
     """Sets arguments that placed batches need, warns of those without effect, and returns the loader."""
     args = trainer.args
     fields = type(args).__dataclass_fields__
@@ -222,19 +228,21 @@ def _training_loader(trainer: Trainer, context: ParallelContext, attachment: Att
             "be as long as all ranks hold together",
             args.max_length,
         )
-    loader = PlacedLoader(
-        trainer.train_dataset,
-        planner_for(trainer.model, context, context.annex.extra_ranks),
-        context.training_transport(args.device),
-        args.device,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=getattr(args, "train_sampling_strategy", "random") != "sequential",
+    planner = planner_for(trainer.model, context, context.annex.extra_ranks)
+    of_training: dict[str, Any] = {
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "shuffle": getattr(args, "train_sampling_strategy", "random") != "sequential",
         # A step takes its micro-batches one right after the other: have all of the next step ready.
-        prefetch=max(context.prefetch, args.gradient_accumulation_steps + 1),
-        micro_steps=args.gradient_accumulation_steps if context.regroup_steps else 1,
-        reading=reading_of(trainer, trainer.train_dataset),
-        num_workers=args.dataloader_num_workers,
-    )
+        "prefetch": max(context.prefetch, args.gradient_accumulation_steps + 1),
+        "micro_steps": args.gradient_accumulation_steps if context.regroup_steps else 1,
+        "reading": reading_of(trainer, trainer.train_dataset),
+    }
+    transport = context.training_transport(args.device)
+    if is_stream(trainer.train_dataset):
+        transports = transport, context.thread_transport()
+        return StreamLoader(trainer.train_dataset, planner, *transports, args.device, **of_training, repeats=True)
+    workers = args.dataloader_num_workers
+    loader = PlacedLoader(trainer.train_dataset, planner, transport, args.device, **of_training, num_workers=workers)
     loader.log_masks()
     return loader
 

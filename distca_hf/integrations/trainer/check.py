@@ -39,6 +39,7 @@ from distca_hf.data.rows import (
     media_refusal,
     shown_columns,
 )
+from distca_hf.data.streams import is_stream
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
 from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
@@ -157,7 +158,7 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
             f"train_sampling_strategy={strategy!r} has no effect, because micro-batches are placed; leave it out, set "
             f"'sequential' for the order of the dataset, or {GIVEN}"
         )
-    if not is_drawn(trainer.train_dataset) and (media := media_columns(trainer.train_dataset)):
+    if _is_stored(trainer.train_dataset) and (media := media_columns(trainer.train_dataset)):
         yield media_refusal(media)
     finds_unused = getattr(trainer.accelerator.ddp_handler, "find_unused_parameters", False)
     trained = [name for name, weight in weights_beside_text(inner).items() if weight.requires_grad]
@@ -203,9 +204,9 @@ def reading_of(trainer: Trainer, dataset: datasets.Dataset) -> Reading:
     reading = reading_for(trainer.model, collator.tokenizer.pad_token_id if makes_labels else None)
     if _is_trls(collator):
         return replace(reading, only=OF_TRLS_COLLATOR, masks="never")
-    only = (
-        None if is_drawn(dataset) else frozenset({*_shown_to_collator(trainer, dataset), *MASK_COLUMNS, "seq_lengths"})
-    )
+    only = None
+    if not is_drawn(dataset) and (trainer.args.remove_unused_columns or not is_stream(dataset)):
+        only = frozenset({*_shown_to_collator(trainer, dataset), *MASK_COLUMNS, "seq_lengths"})
     return replace(
         reading, only=only, masks="never" if makes_labels else "without labels", refused=_refused_columns(trainer)
     )
@@ -223,7 +224,7 @@ def refused_collator(trainer: Trainer) -> Iterator[str]:
             "out, which keeps the collator; or let the dataset hold the columns that it makes (input_ids, labels or "
             "completion_mask), and use DataCollatorForSeq2Seq"
         )
-    if not _is_trls(collator) and not is_drawn(trainer.train_dataset):
+    if not _is_trls(collator) and _is_stored(trainer.train_dataset):
         shown = _shown_to_collator(trainer, trainer.train_dataset)
         for column, reason in _refused_columns(trainer).items():
             if column in shown:
@@ -247,12 +248,21 @@ def _refused_columns(trainer: Trainer) -> Mapping[str, str]:
 
 
 def _shown_to_collator(trainer: Trainer, dataset: datasets.Dataset) -> list[str]:
-    """Returns the stored columns of a dataset that a Trainer shows its collator."""
+    """Returns the stored columns of a dataset that a Trainer shows its collator; all that it would show of a
+    stream."""
     signature = trainer._signature_columns  # the first call remembers it
     try:
+        if is_stream(dataset):
+            trainer._set_signature_columns_if_needed()
+            return list(trainer._signature_columns or ())
         return shown_columns(trainer._remove_unused_columns(dataset))
     finally:
         trainer._signature_columns = signature
+
+
+def _is_stored(dataset: object) -> bool:
+    """Returns whether a dataset's rows can be looked at before they are read."""
+    return not is_stream(dataset) and not is_drawn(dataset)
 
 
 def _is_trls(collator: Callable[..., object]) -> bool:

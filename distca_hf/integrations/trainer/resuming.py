@@ -24,6 +24,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.stream_loader import StreamLoader
 from distca_hf.data.epochs import ResumedEpoch
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import divided_by_transformers
@@ -98,7 +99,7 @@ class Resuming(TrainerCallback):
     `state.epoch` follow. A run that resumes with unchanged sizes is bit-equal to one that was never interrupted.
     """
 
-    def __init__(self, loader: PlacedLoader) -> None:
+    def __init__(self, loader: PlacedLoader | StreamLoader) -> None:
         self._loader = loader
         self._resumed: ResumedEpoch | None = None
         self._step = 0
@@ -140,8 +141,16 @@ class Resuming(TrainerCallback):
             if saved is not None and state.global_step:
                 self._loader.load_state_dict(saved)
                 self._step = state.global_step
-                self._resumed = self._loader.resumed_epoch(args.gradient_accumulation_steps)
+                self._resumed = self._rest(args)
         return train(args=args, resume_from_checkpoint=resume_from_checkpoint, **others)
+
+    def _rest(self, args: TrainingArguments) -> ResumedEpoch:
+        """Counts what is left of the epoch; of a stream all steps are one epoch."""
+        accumulation = args.gradient_accumulation_steps
+        if not isinstance(self._loader, StreamLoader):
+            return self._loader.resumed_epoch(accumulation)
+        left = max(0, args.max_steps - self._step) * accumulation
+        return ResumedEpoch(0, self._step, left, args.max_steps * accumulation, accumulation)
 
     def _count(self, count: Method, args: TrainingArguments, dataloader: object) -> tuple[float, ...]:
         """Returns the epochs and steps of the whole training as Trainer counts them, corrected if it resumes."""
@@ -150,6 +159,12 @@ class Resuming(TrainerCallback):
             if args.max_steps < 0:
                 max_steps = self._resumed.max_steps(self._step, args.num_train_epochs)
             epochs = self._resumed.num_train_epochs(self._step, max_steps)
+            if isinstance(self._loader, StreamLoader):
+                log.info(
+                    "step %d: the stream goes on in pass %d, and training ends at step %d",
+                    *(self._step, self._loader.pass_number, max_steps),
+                )
+                return epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps
             log.info(
                 "step %d is epoch %.2f of the data; %d steps are left in this epoch, and training ends at step %d",
                 self._step,

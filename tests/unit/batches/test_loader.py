@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 import distca_hf
 from distca_hf.batches import prepare as ahead
@@ -456,10 +456,15 @@ class Infinite(torch.utils.data.Dataset):
         return {"input_ids": [row]}
 
 
+class Unsaved(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield {"input_ids": [1]}
+
+
 @pytest.mark.parametrize(
     ("dataset", "told"),
     [
-        (IterableDataset.from_generator(lambda: iter([{"input_ids": [1]}])), "IterableDataset"),
+        (Unsaved(), "Unsaved is a stream whose place cannot be saved"),
         (Infinite(), "not Infinite"),
         ([{"input_ids": [1]}], "not list"),
         (Dataset.from_dict({"text": ["a"]}), r"no column 'input_ids', only \['text'\]; .* tokenise_texts"),

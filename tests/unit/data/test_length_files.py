@@ -14,6 +14,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.documents import split_documents
 from distca_hf.data.epochs import EpochPacker
+from distca_hf.data.window import NewDocuments, Window, WindowPlace
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 
@@ -102,3 +103,30 @@ def test_micro_batches_hold_nearly_equal_tokens(name: str, num_ranks: int, token
 
         assert tokens.min() >= 0.8 * tokens.mean()
         assert np.quantile(tokens, 0.05) >= 0.98 * tokens.mean()
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_of_a_stream_are_full_and_even(name: str, num_ranks: int) -> None:
+    """Readers of shards in random order; a window of four micro-batches."""
+    capacity_tokens = num_ranks * 32 * 1024
+    shards = np.array_split(lengths_of(name, capacity_tokens), 8 * num_ranks)
+    order = np.random.default_rng(0).permutation(len(shards))
+    lengths = [np.concatenate([shards[at] for at in order[reader::num_ranks]]) for reader in range(num_ranks)]
+    window = Window(WindowPlace.beginning(0, num_ranks), capacity_tokens, 4 * capacity_tokens)
+    planner, at = planner_of(num_ranks, 32 * 1024), [0] * num_ranks
+    for _ in range(LOOKED_AT[num_ranks] // 4):
+        while share_tokens := window.share_tokens():
+            news = {}
+            for reader, left in enumerate(lengths):
+                read = left[at[reader] :][: int(np.searchsorted(np.cumsum(left[at[reader] :]), share_tokens)) + 1]
+                at[reader] += len(read)
+                news[reader] = NewDocuments(read, np.zeros_like(read), at[reader] == len(left))
+            window.add(news)
+        step = window.take(1)
+        assert step is not None
+        plan = planner.plan(step.tokens)
+
+        assert np.ptp(plan.layout.rank_tokens) <= 1
+        assert plan.imbalance <= 1.01
+        assert step.tokens.sum() >= 0.995 * capacity_tokens

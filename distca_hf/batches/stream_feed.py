@@ -1,0 +1,261 @@
+"""Stream feed: reads, fills the window and prepares micro-batches, in a background thread with its own transport.
+
+    read ──▶ lengths of all ranks ──▶ window ──▶ optimizer step ──▶ placement, plan ──▶ tokens travel ──▶ micro-batch
+             one gather per refill                                                     one exchange
+
+Before each micro-batch and each refill ranks agree to read on. So a rank that cannot, or that stops, tells the others.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from distca_hf.arrays import IntArray
+from distca_hf.batches.prepare import Cursor, HostPlans, Prepared
+from distca_hf.batches.preview import PlacedData
+from distca_hf.batches.stream_wires import Inputs, RefillMessage, reader_rank, same_inputs, send_tokens
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.grid import Scope
+from distca_hf.comm.transport import Transport
+from distca_hf.data.collate import collate
+from distca_hf.data.readers import Reader, StreamDocument
+from distca_hf.data.streams import StreamSource
+from distca_hf.data.window import NO_DOCUMENTS, NewDocuments, Window, WindowPlace, keys_of
+from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError, StepTimeoutError
+
+
+@dataclass(frozen=True, eq=False)
+class StreamPosition:
+    """The next micro-batch of a stream.
+
+    Attributes:
+        place: of the window, before the optimizer step of this micro-batch.
+        into_step: micro-batches of that step that come before it.
+        micro_batches: handed out before, in all passes.
+        step_batches: micro-batches of that step, if the rest of it came before, in the last pass; 0: all of them.
+    """
+
+    place: WindowPlace
+    into_step: int = 0
+    micro_batches: int = 0
+    step_batches: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class FedBatch:
+    """A micro-batch, and the position after it.
+
+    Attributes:
+        contents: checksum of its documents.
+        read_seconds: seconds that each rank has spent reading, since the last micro-batch.
+        truncated: documents that all readers cut since then.
+        is_last: whether the pass ends with it.
+        owed: micro-batches that the last optimizer step of the pass lacks.
+    """
+
+    prepared: Prepared
+    data: PlacedData
+    after: StreamPosition
+    contents: int
+    read_seconds: Sequence[float]
+    truncated: int
+    is_last: bool
+    owed: int
+
+
+class StreamFeed:
+    """Makes the micro-batches of one pass through a stream, from a position on.
+
+    Making one opens this rank's readers, in the thread that trains.
+
+    Args:
+        window: at the place of the position.
+        transport: for this feed's thread only.
+        plans: plans micro-batches; its planner may be replaced meanwhile.
+
+    Raises:
+        PackingError, ConfigError: see `Reader`.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        begin: StreamPosition,
+        window: Window,
+        transport: Transport,
+        plans: HostPlans,
+        micro_steps: int,
+    ) -> None:
+        self._begin, self._window, self._transport, self._plans = begin, window, transport, plans
+        self._micro_steps = micro_steps
+        self._inputs: Inputs = {}
+        self._documents: dict[int, StreamDocument] = {}  # those that this rank has read and not yet sent
+        self._read_seconds, self._told_seconds = np.zeros(transport.world_size), 0.0
+        self._truncated, self._told_truncated = 0, 0
+        places, pass_number = begin.place.readers, begin.place.pass_number
+        self._num_readers = len(places)
+        # Readers that are not at their end, or of which a document is left.
+        self._open = [
+            number
+            for number, place in enumerate(places)
+            if not place.has_ended or place.mark.documents < place.documents
+        ]
+        try:
+            self._readers = {
+                number: Reader(source, number, self._num_readers, pass_number, places[number])
+                for number in self._open
+                if reader_rank(number, transport.world_size) == transport.rank
+            }
+        except BaseException:
+            self._tell_unable()
+            raise
+
+    def micro_batches(self) -> Generator[FedBatch, None, None]:
+        """Yields micro-batches to the end of the pass. Ranks that close this generator must do so after the same one.
+
+        Raises:
+            PackingError, ConfigError: a row cannot be trained on, or the stream is not the one that was saved.
+            PeerLostError: another rank could not read on.
+        """
+        try:
+            self._plans.use_device()
+            yield from self._micro_batches()
+        except (PeerLostError, PlanMismatchError, StepTimeoutError):  # the others know
+            raise
+        except BaseException:  # also if the consumer stops
+            self._tell_unable()
+            raise
+
+    def _micro_batches(self) -> Generator[FedBatch, None, None]:
+        window, number = self._window, self._begin.micro_batches
+        place, into_step, step_batches = self._begin.place, self._begin.into_step, self._begin.step_batches
+        self._restore(number)
+        while True:
+            while share_tokens := window.share_tokens():
+                self._refill(share_tokens, number)
+            wanted = step_batches or self._micro_steps
+            step = window.take(wanted)
+            if step is None:
+                return
+            # 1. The optimizer step, as the other loaders divide it.
+            divided = self._plans.planner.regroup(step.packed, step.tokens, self._micro_steps)
+            data = PlacedData(
+                planner=self._plans.planner,
+                document_tokens=np.concatenate([step.tokens, window.document_tokens]),
+                micro_batches=copy(divided),
+                first=0,
+                micro_steps=self._micro_steps,
+                per_epoch=None,
+            )
+            after = window.place()
+            # 2. Its micro-batches.
+            for index in range(into_step, divided.num_micro_batches):
+                self._agree(0, number)
+                began = perf_counter()
+                chosen = divided.micro_batch(index)
+                keys, cursor = step.keys[chosen], Cursor(place.pass_number, number)
+                prepared = self._plans.plan(cursor, keys, step.tokens[chosen], divided.layout(index))
+                plan_seconds = perf_counter() - began
+                fed = replace(self._with_rows(prepared, keys), plan_seconds=plan_seconds)
+                number += 1
+                is_end = index + 1 == divided.num_micro_batches
+                within = StreamPosition(place, index + 1, number, step_batches)
+                position = StreamPosition(after, 0, number) if is_end else within
+                read_seconds, self._read_seconds = self._read_seconds, np.zeros_like(self._read_seconds)
+                truncated, self._truncated = self._truncated, 0
+                yield FedBatch(
+                    prepared=fed,
+                    data=data,
+                    after=position,
+                    contents=int(np.bitwise_xor.reduce(step.checksums[chosen])),
+                    read_seconds=read_seconds.tolist(),
+                    truncated=truncated,
+                    is_last=is_end and window.is_at_end,
+                    owed=wanted - divided.num_micro_batches,
+                )
+            for key in step.keys.tolist():
+                self._documents.pop(key, None)
+            place, into_step, step_batches = after, 0, 0
+
+    def _with_rows(self, prepared: Prepared, keys: IntArray) -> Prepared:
+        """Returns the micro-batch with the rows of this rank."""
+        layout, where = prepared.layout, f"micro-batch {prepared.cursor.micro_batch}, tokens of the stream"
+        received = send_tokens(self._transport, layout, keys, self._documents, self._inputs, where)
+        return self._plans.with_rows(prepared, collate(layout, self._transport.rank, keys, received), [])
+
+    def _restore(self, number: int) -> None:
+        """Reads again what was read and not trained when the position was saved."""
+        if self._begin.place.is_beginning:
+            return
+        wanted = set(self._begin.place.keys.tolist())
+        places = self._begin.place.readers
+        read = self._told(
+            {
+                reader: self._noted(one.read_again(), reader, places[reader].mark.documents, places[reader].has_ended)
+                for reader, one in self._readers.items()
+            },
+            number,
+        )
+        nothing = NewDocuments(NO_DOCUMENTS, NO_DOCUMENTS, True)
+        self._window.restore([read.get(reader, nothing) for reader in range(self._num_readers)])
+        self._documents = {key: one for key, one in self._documents.items() if key in wanted}
+
+    def _refill(self, share_tokens: int, number: int) -> None:
+        """Lets every reader read, and adds the documents of all ranks to the window."""
+        read = {}
+        for reader, one in self._readers.items():
+            if self._window.has_ended(reader):
+                continue
+            mark, first = one.mark, self._window.first_of(reader)
+            found = self._noted(one.read(share_tokens), reader, first, one.has_ended)
+            read[reader] = replace(found, mark=None if one.mark is mark else one.mark)
+        self._open = [reader for reader in range(self._num_readers) if not self._window.has_ended(reader)]
+        self._window.add(self._told(read, number))
+
+    def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> NewDocuments:
+        """Keeps documents until they are sent; returns what other ranks must know of them."""
+        self._documents |= zip(keys_of(reader, first, len(found)).tolist(), found, strict=True)
+        tokens = np.array([len(one) for one in found], dtype=np.int64)
+        return NewDocuments(tokens, np.array([one.checksum for one in found], dtype=np.int64), has_ended)
+
+    def _told(self, read: Mapping[int, NewDocuments], number: int) -> dict[int, NewDocuments]:
+        """Returns what all readers read."""
+        inputs = next((one.inputs for one in self._readers.values() if one.inputs is not None), None)
+        mine = RefillMessage(inputs, read).integers
+        most = max(self._agree(len(mine), number))
+        where = f"micro-batch {number}, documents of the stream"
+        rows = self._transport.gather([*mine, *[0] * (most - len(mine))], where).wait()
+        texts, of_all = [], dict[int, NewDocuments]()
+        for rank, row in enumerate(rows):
+            readers = [reader for reader in self._open if reader_rank(reader, len(rows)) == rank]
+            text, of_rank = RefillMessage.read(row, readers)
+            texts.append(text)
+            of_all |= of_rank
+        if not self._inputs:
+            self._inputs = same_inputs(self._transport, texts)
+        return of_all
+
+    def _agree(self, integers: int, number: int) -> list[int]:
+        """Agrees with all ranks to read on; returns how many integers each of them sends next."""
+        seconds = sum(one.seconds for one in self._readers.values())
+        truncated = sum(one.truncated for one in self._readers.values())
+        mine = {
+            "integers": integers,
+            "read_us": round(1e6 * (seconds - self._told_seconds)),
+            "truncated": truncated - self._told_truncated,
+        }
+        self._told_seconds, self._told_truncated = seconds, truncated
+        numbers = Agreement.start(self._transport, Occasion.READ, number, {}, mine).wait(Scope.ROWS)
+        self._read_seconds += np.array(numbers["read_us"]) / 1e6
+        self._truncated += sum(numbers["truncated"])
+        return numbers["integers"]
+
+    def _tell_unable(self) -> None:
+        """Tells the other ranks, without waiting for them, that this one does not read on."""
+        try:
+            Agreement.start(self._transport, Occasion.UNABLE, 0, {}, {}, Scope.ROWS)
+        except DistCAError:  # they cannot be reached, and find out by themselves
+            pass

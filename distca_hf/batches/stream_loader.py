@@ -1,0 +1,262 @@
+"""Stream loader: from a stream to placed micro-batches. Readers, window and exchanges are in `stream_feed`.
+
+The position is the one of the micro-batch that was handed out last, however far the background thread has run ahead.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distca_hf.batches.delivery import Delivery
+from distca_hf.batches.meter import Meter
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.prepare import HostPlans, Prefetcher
+from distca_hf.batches.stream_feed import FedBatch, StreamFeed, StreamPosition
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.transport import Transport
+from distca_hf.data.positions import check_checksum, check_identity, whole, with_checksum
+from distca_hf.data.rows import Reading
+from distca_hf.data.streams import StreamSource
+from distca_hf.data.window import MOST_READERS, Window, WindowPlace
+from distca_hf.errors import ConfigError, PackingError
+from distca_hf.parallel_context import shown_to_accelerate
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Version of `state_dict`.
+STATE_VERSION = 1
+# Micro-batches of a window by default, besides those of an optimizer step: enough to fill gaps.
+WINDOW_BATCHES = 3
+# Micro-batches after which waiting counts; the share and the seconds of it that are told.
+WAITING_BATCHES, TOLD_WAITING, TOLD_SECONDS = 16, 0.1, 1.0
+
+
+# Fields of a position within its optimizer step.
+OF_STEP = ("into_step", "micro_batches", "step_batches")
+
+
+class StreamLoader(Delivery):
+    """Iterates over placed micro-batches of a stream, like `PlacedLoader`.
+
+    One iteration is one pass through the stream, or its rest: every document exactly once. It has no length, and an
+    endless stream has no end. The next iteration goes on where the last one stopped. If it repeats, an iteration has
+    no end: pass follows pass, and a step that one pass cannot fill is filled from the next.
+
+    Args:
+        stream: a `datasets.IterableDataset`, the whole one on every rank; or another iterable of rows with
+            `state_dict` and `load_state_dict`, of this rank's own rows.
+        planner: settings and facts about the model.
+        transport: see `Delivery`.
+        reading_transport: connects the same ranks, for this loader's background thread only.
+        device: of the batches.
+        seed: decides the order of documents within the window.
+        shuffle: False keeps the stream's order, as far as readers alternate.
+        prefetch: micro-batches to prepare ahead, the same number on all ranks; by default the setting of this name.
+        micro_steps: micro-batches of an optimizer step; within a step, long documents train together.
+        reading: which columns of rows count, and how.
+        repeats: whether an iteration goes on with the next pass.
+
+    Attributes:
+        documents_truncated: documents of the micro-batches so far that lost their end to `overlong="truncate"`.
+
+    Raises:
+        ConfigError: the window is too small, or the planner shapes steps.
+        PackingError: the stream's place cannot be saved.
+    """
+
+    def __init__(
+        self,
+        stream: object,
+        planner: PlacedPlanner,
+        transport: Transport,
+        reading_transport: Transport,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        prefetch: int | None = None,
+        micro_steps: int = 1,
+        reading: Reading = Reading(),  # noqa: B008 (immutable)
+        repeats: bool = False,
+    ) -> None:
+        config = planner.config
+        super().__init__(planner, transport, device, micro_steps, prefetch or config.prefetch)
+        if planner.step_shape is not None:
+            raise ConfigError(
+                "a stream has no whole optimizer steps at its end, which a pipeline needs: save it once, for example "
+                "with datasets.Dataset.from_generator(lambda: iter(stream)), and train on that"
+            )
+        least = (micro_steps + 1) * planner.capacity_tokens
+        self._window_tokens = config.stream_window_tokens or least + (WINDOW_BATCHES - 1) * planner.capacity_tokens
+        if self._window_tokens < least:
+            raise ConfigError(
+                f"stream_window_tokens={self._window_tokens} is less than {least}: {micro_steps} micro-batches of an "
+                f"optimizer step and one more, of {planner.capacity_tokens} tokens each (ranks x tokens_per_rank). "
+                "Raise it, or leave it out"
+            )
+        planner.kernel_times  # noqa: B018  raises here if the table cannot be read
+        planner.check_kernel_times(planner.longest_tokens)
+        self.dataset = stream
+        self._seed, self._shuffle, self._repeats = seed, shuffle, repeats
+        self._source = StreamSource(
+            stream,
+            reading,
+            planner.longest_tokens,
+            config.overlong,
+            stay_whole=planner.whole_documents,
+            shuffle=shuffle,
+            skips_bad_rows=config.skip_bad_rows,
+        )
+        self._reading_transport = reading_transport
+        self.preparer = HostPlans(planner=planner, rank=transport.rank, device=device)
+        self._warned_of_waiting = self._logged_division = False
+        self._read_seconds = [0.0] * transport.world_size
+        self.documents_truncated = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins the stream anew at the next iteration."""
+        num_readers = self._transport.world_size
+        self._position = StreamPosition(WindowPlace.beginning(0, num_readers))
+
+    @property
+    def pass_number(self) -> int:
+        """Number of the present pass through the stream, counted from 0."""
+        return self._position.place.pass_number
+
+    def state_dict(self) -> dict[str, object]:
+        """Returns the position after the micro-batches handed out so far: numbers and text, the same on all ranks."""
+        at = self._position
+        numbers = {name: getattr(at, name) for name in OF_STEP}
+        return with_checksum({**self._identity(), **self._all_sizes, **numbers, **at.place.fields()}, 0)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration continue at a saved position. With another number of ranks or tokens the documents
+        that are left are packed anew: none is lost, and none comes twice.
+
+        Raises:
+            ConfigError: a field is missing, wrong or changed; or the state is from another stream or seed, or from the
+                middle of an optimizer step of other sizes; or each rank gives its own part of the stream, and there
+                were as many parts as other ranks.
+        """
+        num_readers = self._position.place.num_readers
+        if isinstance(state, Mapping) and self._source.is_divided_here:
+            num_readers = whole("readers", state.get("readers"), least=1, most=MOST_READERS)
+        check_identity(state, self._identity(num_readers))
+        place = WindowPlace.read(state, num_readers)
+        at = StreamPosition(place, **{name: whole(name, state.get(name)) for name in OF_STEP})
+        sizes = {name: whole(name, state.get(name), least=1) for name in self._all_sizes}
+        fields = {**self._identity(num_readers), **sizes, **dict.fromkeys(OF_STEP), **place.fields()}
+        check_checksum(state, fields, 0)
+        into_step = at.into_step + (sizes["micro_steps"] - at.step_batches if at.step_batches else 0)
+        if into_step and sizes != self._all_sizes:
+            raise ConfigError(
+                f"the position was saved after {into_step} of {sizes['micro_steps']} micro-batches of an optimizer "
+                f"step, with {sizes}; this loader has {self._all_sizes}. Save at the end of a step, or resume with "
+                "the same sizes"
+            )
+        if place.is_beginning:  # readers may still be as many as ranks
+            at = replace(at, place=WindowPlace.beginning(place.pass_number, self._transport.world_size))
+        elif num_readers != self._transport.world_size:
+            log.info(
+                "the stream goes on with its %d readers, dealt to %d ranks%s",
+                num_readers,
+                self._transport.world_size,
+                "; some ranks read nothing until the next pass" if num_readers < self._transport.world_size else "",
+            )
+        self._position = at
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yields the micro-batches from the loader's position to the end of the pass, or on and on."""
+        yield from self._of_pass()
+        while self._repeats:
+            yield from self._of_pass()
+
+    def _of_pass(self) -> Iterator[dict[str, Any]]:
+        begin = self._position
+        if not self._logged_division:
+            self._logged_division = True
+            self._source.log_division(begin.place.num_readers)
+        settings = self._planner.capacity_tokens, self._window_tokens, self._seed, self._shuffle, self._planner.fits
+        meter = Meter(self._transport, self._device, None)
+        meter.begin(self)
+        try:
+            feed = StreamFeed(
+                *(self._source, begin, Window(begin.place, *settings), self._reading_transport, self.preparer),
+                self._micro_steps,
+            )
+        except Exception:
+            Agreement.announce_unable(self._transport, begin.micro_batches, Occasion.TAKE)
+            raise
+        ahead_of = Prefetcher(feed.micro_batches, self._prefetch, self.times, in_step=True)
+        use = None
+        with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
+            while True:
+                try:
+                    fed = next(ahead, None)
+                except Exception:
+                    Agreement.announce_unable(self._transport, self._position.micro_batches, Occasion.TAKE)
+                    raise
+                if fed is None:
+                    break
+                batch = self._deliver(fed.prepared, fed.data, self._position.micro_batches, self._facts(fed))
+                self._position = fed.after
+                self.end_of_dataloader = fed.is_last and not self._repeats
+                if fed.is_last:
+                    beginning = WindowPlace.beginning(begin.place.pass_number + 1, self._transport.world_size)
+                    owed = fed.owed if self._repeats else 0
+                    self._position = StreamPosition(beginning, 0, fed.after.micro_batches, owed)
+                self.documents_truncated += fed.truncated
+                self._note_waiting(fed)
+                use = batch["distca_plan"].use
+                yield batch
+            if self.writes_epochs and use is not None and use.trained:
+                log.info("%s", meter.read_alone(self).in_words(f"pass {begin.place.pass_number} of the stream"))
+        if use is None and begin.place.is_beginning:
+            raise PackingError("the stream gave no document. Look at what filtered it, or at its files")
+
+    def _facts(self, fed: FedBatch) -> dict[str, object]:
+        """Returns facts of the data that ranks must share."""
+        return {
+            **self._identity(),
+            "prefetch": self._prefetch,
+            "stream_window_tokens": self._window_tokens,
+            "contents of documents": fed.contents,
+        }
+
+    def _identity(self, num_readers: int | None = None) -> dict[str, object]:
+        return {
+            "version": STATE_VERSION,
+            **self._source.identity(num_readers or self._position.place.num_readers),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "whole_documents": self._planner.whole_documents,
+        }
+
+    @property
+    def _all_sizes(self) -> dict[str, int]:
+        """Sizes that decide which documents are in a micro-batch."""
+        return {**self._sizes, "window_tokens": self._window_tokens}
+
+    def _note_waiting(self, fed: FedBatch) -> None:
+        """Warns, once, if training waits for the stream; names the rank that reads longest."""
+        self._read_seconds = [sum(pair) for pair in zip(self._read_seconds, fed.read_seconds, strict=True)]
+        times = self.times
+        if self._warned_of_waiting or times.micro_batches < WAITING_BATCHES:
+            return
+        if times.wait_share < TOLD_WAITING or times.wait_seconds < TOLD_SECONDS:
+            return
+        self._warned_of_waiting = True
+        slowest = max(range(len(self._read_seconds)), key=self._read_seconds.__getitem__)
+        log.warning(
+            "the stream is slower than training, which waited for it in %.0f%% of the first %d micro-batches. Rank %d "
+            "reads longest, %.3g s per micro-batch: read from faster storage, tokenise before, or read in worker "
+            "processes (a StatefulDataLoader of torchdata)",
+            *(100 * times.wait_share, times.micro_batches, slowest),
+            self._read_seconds[slowest] / times.micro_batches,
+        )

@@ -1,0 +1,275 @@
+"""Readers: each reads a part of a stream in order, and knows its exact place.
+
+A *mark* is the state of the stream at a row, as the stream itself gives it. To go on at a place, a reader loads a mark
+before it and reads some rows again. A stream that loses rows when its state is loaded (a shuffle buffer) has a mark
+only at its beginning.
+
+    mark            mark            mark
+    | d0 d1 d2 d3 | d4 d5 d6 | d7 d8 d9         d5 and d8 are not trained yet: the place is the second mark, and
+                                                five documents read after it
+"""
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distca_hf.arrays import IntArray, exclusive_cumsum
+from distca_hf.data.documents import Tokens, check_values, fit_documents, tokens_of
+from distca_hf.data.drawn_rows import generators_left_alone, in_words, inputs_of, random_states, values_of
+from distca_hf.data.streams import StreamSource
+from distca_hf.errors import ConfigError, PackingError
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Bad rows, one after the other, that are left out if asked: more are a mistake in all rows.
+MOST_BAD_ROWS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class StreamDocument:
+    """A document, and a checksum of 63 bits of its tokens and labels."""
+
+    tokens: Tokens
+    checksum: int
+
+    def __len__(self) -> int:
+        return len(self.tokens.input_ids)
+
+    def segment(self, start: int, stop: int) -> Tokens:
+        """Returns tokens [start, stop)."""
+        whole, at = self.tokens, slice(start, stop)
+        inputs = {name: values[at] for name, values in whole.inputs.items()}
+        return Tokens(whole.input_ids[at], whole.labels[at], whole.shift_labels[at], inputs)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """State of a part of the stream.
+
+    Attributes:
+        documents, rows: read before, in this pass.
+        state: JSON; empty at the beginning.
+    """
+
+    documents: int = 0
+    rows: int = 0
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class ReaderPlace:
+    """The place of a reader: a mark, and what it has read.
+
+    Attributes:
+        mark: not after the first document that is still needed.
+        documents: read in this pass; those since the mark are read again.
+        has_ended: whether there are no more.
+    """
+
+    mark: Mark = Mark()
+    documents: int = 0
+    has_ended: bool = False
+
+
+class Reader:
+    """Reads one part of a stream. Opening it reads a row, in the thread that calls.
+
+    Args:
+        number, num_readers: of this reader, and of all.
+        pass_number: of the pass through the stream, counted from 0.
+        place: where it begins.
+
+    Attributes:
+        documents: read in this pass.
+        has_ended: whether the part has no more rows.
+        mark: the latest one.
+        inputs: dtypes of further inputs of the model, by name; None until a row is read.
+        seconds: spent reading so far.
+        truncated: documents that were cut, since it was opened.
+
+    Raises:
+        PackingError: the first row cannot be trained on, or draws at random.
+    """
+
+    def __init__(
+        self, source: StreamSource, number: int, num_readers: int, pass_number: int, place: ReaderPlace = ReaderPlace()
+    ) -> None:
+        self._source, self._name = source, f"reader {number} of {num_readers}"
+        self._place = place
+        self.documents, self._rows = place.mark.documents, place.mark.rows
+        self.mark, self.has_ended = place.mark, False
+        self.inputs: Mapping[str, np.dtype[Any]] | None = None
+        self.seconds, self.truncated = 0.0, 0
+        self._bad_rows = 0  # since the last good one
+        with generators_left_alone():  # loaders with workers draw a seed for them
+            self._part = source.part(number, num_readers, pass_number)
+            if place.mark.state:
+                self._part.load_state_dict(json.loads(place.mark.state))
+            self._iterator = iter(self._part)
+            before = _shown(random_states())
+            self._first = self._next()
+            if _shown(random_states()) != before:
+                raise PackingError(
+                    f"{self._name}: the stream draws at random from the generators of random, numpy.random or torch, "
+                    "which training uses at the same time: neither could be resumed. Draw from a generator of its "
+                    "own, seeded by the row (stream.map(..., with_indices=True)), or from worker processes (a "
+                    "StatefulDataLoader of torchdata)"
+                )
+
+    def read_again(self) -> list[StreamDocument]:
+        """Reads the documents between the mark and the place.
+
+        Raises:
+            ConfigError: the stream has others, because it was changed.
+        """
+        found: list[StreamDocument] = []
+        while self.documents < self._place.documents and not self.has_ended:
+            found += self._read_row()
+        if self.documents != self._place.documents:
+            raise ConfigError(
+                f"{self._name} had read {self._place.documents} documents when the position was saved, and its part "
+                f"of the stream now {'ends' if self.has_ended else 'has a row that goes on'} at {self.documents}: the "
+                "stream was changed. Give it the shards that it had"
+            )
+        return found
+
+    def read(self, tokens: int) -> list[StreamDocument]:
+        """Reads documents of at least this many tokens together, or to the end; then sets a mark."""
+        found: list[StreamDocument] = []
+        while tokens > 0 and not self.has_ended:
+            of_row = self._read_row()
+            found += of_row
+            tokens -= sum(map(len, of_row))
+        if not self.has_ended and self._rows > self.mark.rows and self._source.keeps_place:
+            self.mark = Mark(self.documents, self._rows, self._state())
+        return found
+
+    def _state(self) -> str:
+        state = self._part.state_dict()
+        try:
+            text = json.dumps(state, default=lambda value: value.item())
+            if json.loads(text) == state:
+                return text
+            wrong = "has a value that JSON changes"
+        except (TypeError, ValueError, AttributeError) as error:
+            wrong = str(error)
+        raise ConfigError(
+            f"{self._name}: the state of {type(self._part).__name__} cannot be saved as JSON ({wrong}): its "
+            "state_dict may hold only numbers, text, lists, and dicts with text as keys"
+        )
+
+    def _next(self) -> Mapping[str, Any] | None:
+        began = time.perf_counter()
+        try:
+            row = next(self._iterator, None)
+        except Exception as error:
+            error.add_note(f"distca_hf: {self._name} got this instead of row {self._rows} of its part of the stream")
+            raise
+        self.seconds += time.perf_counter() - began
+        self.has_ended = row is None
+        if row is not None and not isinstance(row, Mapping):
+            raise PackingError(
+                f"{self._name}, row {self._rows}: the stream gives a {type(row).__name__}, and a row is a mapping "
+                "with 'input_ids'"
+            )
+        return row
+
+    def _read_row(self) -> list[StreamDocument]:
+        """Returns the documents of the next row."""
+        row, self._first = (self._next() if self._first is None else self._first), None
+        if row is None:
+            return []
+        where = f"{self._name}, row {self._rows}: "
+        self._rows += 1
+        try:
+            found = self._documents_of(row, where)
+        except PackingError as error:
+            self._bad_rows += 1
+            if not self._source.skips_bad_rows or self._bad_rows > MOST_BAD_ROWS:
+                raise
+            log.warning("left out: %s", error)
+            return []
+        self._bad_rows = 0
+        self.documents += len(found)
+        return found
+
+    def _documents_of(self, row: Mapping[str, Any], where: str) -> list[StreamDocument]:
+        # 1. The columns that count, and the documents of the row.
+        reading = self._source.reading
+        ids = row.get("input_ids")
+        if ids is None:
+            raise PackingError(f"{where}the stream gives no 'input_ids', only {list(row)}; tokenise it (stream.map)")
+        tokens = len(ids)
+        if tokens == 0:
+            raise PackingError(f"{where}it has no tokens; leave such rows out (stream.filter)")
+        shown = {name: value for name, value in row.items() if reading.looks_at(name, where)}
+        because = f"input_ids has {tokens} tokens, so they must be as many"
+        values = values_of(shown, reading, where, "the stream", tokens, because)
+        inputs = inputs_of(values)
+        if self.inputs is None:
+            self.inputs = inputs
+        elif inputs != self.inputs:
+            raise PackingError(
+                f"{where}the stream gives {in_words(inputs)} besides tokens, and {in_words(self.inputs)} before; give "
+                "every row the same inputs of the model"
+            )
+        packed = shown.get("seq_lengths")
+        lengths = np.array([tokens] if packed is None else list(packed), dtype=np.int64)
+        if lengths.sum() != tokens or (lengths < 1).any():
+            raise PackingError(f"{where}seq_lengths are {lengths.tolist()}, and the row has {tokens} tokens")
+        # 2. Whole documents, or parts of those that are too long.
+        origins = exclusive_cumsum(lengths)
+        document, first, kept = self._fit(lengths, where)
+        found = []
+        for of, begin, length in zip(document.tolist(), first.tolist(), kept.tolist(), strict=True):
+            start = int(origins[of]) + begin
+            segment = {name: column[start : start + length] for name, column in values.items()}
+            check_values(segment, where, start, int(origins[of]), reading.vocabulary_tokens)
+            whole = tokens_of(segment, length, True, reading, inputs)
+            found.append(StreamDocument(whole, _checksum(whole)))
+        return found
+
+    def _fit(self, lengths: IntArray, where: str) -> tuple[IntArray, IntArray, IntArray]:
+        """Returns document, first token and length of each part of a row's documents."""
+        most, longest = self._source.longest_tokens, int(lengths.max())
+        if longest > most and self._source.overlong == "error":
+            setting = "tokens_per_rank" if self._source.stay_whole else "ranks x tokens_per_rank"
+            raise PackingError(
+                f"{where}a document has {longest} tokens, and {setting} is {most}. Raise it, or choose "
+                "overlong='split' or 'truncate'"
+            )
+        if longest > most and self._source.overlong == "truncate":
+            if not self.truncated:
+                log.warning(
+                    "%sa document of %d tokens is truncated to %d; later ones of this reader are only counted",
+                    *(where, longest, most),
+                )
+            self.truncated += int((lengths > most).sum())
+        return fit_documents(lengths, most, self._source.overlong)
+
+
+def _checksum(tokens: Tokens) -> int:
+    """Returns a checksum of 63 bits: of tokens, and of labels and inputs. Shifted labels follow from labels."""
+    of_tokens, of_labels = (zlib.crc32(ids.astype("<i4").data) for ids in (tokens.input_ids, tokens.labels))
+    for _, values in sorted(tokens.inputs.items()):
+        of_labels = zlib.crc32(np.ascontiguousarray(values).data, of_labels)
+    return (of_tokens << 32 | of_labels) >> 1
+
+
+def _shown(states: Mapping[str, Any]) -> str:
+    """Returns states of generators as text, to compare them."""
+    numpy_state = states["numpy"]
+    of_torch = states.get("torch")
+    digest = hashlib.blake2b(repr(states["python"]).encode())
+    digest.update(numpy_state[1].tobytes() + repr(numpy_state[2:]).encode())
+    if of_torch is not None:
+        digest.update(of_torch.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,166 @@
+"""Streams: what is read of a stream, and how it is divided among *readers*.
+
+    stream ──┬── reader 0   d0 d1 d2 d3 ...      a part of the stream each: own shards, or every n-th row
+             ├── reader 1   d0 d1 d2 ...
+             └── reader 2   d0 d1 d2 d3 d4 ...   a rank has one reader or several, or none
+
+The number of readers stays when the number of ranks changes. So a document has the same reader and number on any
+number of ranks.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeGuard
+
+from distca_hf.config import OverlongPolicy
+from distca_hf.data.rows import Reading
+from distca_hf.errors import PackingError
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Versions of datasets whose streams begin anew when they are resumed a second time (datasets#8308).
+LOSE_THEIR_PLACE = ("5.0.0",)
+# Part of `datasets` that forgets the rows that it holds when its state is loaded.
+SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
+
+
+class Stream(Protocol):
+    """Rows in an order, and the place in it. Rows are mappings with `input_ids`."""
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place after the latest row."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Makes the next iteration begin there."""
+        ...
+
+
+def is_stream(dataset: object) -> bool:
+    """Returns whether a dataset is to be read as a stream: any iterable that has no rows by number."""
+    kind = type(dataset)
+    if any(base.__name__ == "IterableDataset" for base in kind.__mro__):
+        return True
+    return hasattr(kind, "__iter__") and (_has_state(dataset) or not hasattr(kind, "__getitem__"))
+
+
+def _has_state(dataset: object) -> TypeGuard[Stream]:
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def check_saves_place(stream: object) -> None:
+    """Checks that the place of a stream can be saved.
+
+    Raises:
+        PackingError: it cannot; says what to do.
+    """
+    if not _has_state(stream):
+        raise PackingError(
+            f"{type(stream).__name__} is a stream whose place cannot be saved: it has no state_dict and "
+            "load_state_dict, so a resumed training would not know its documents. Give a datasets.IterableDataset, or "
+            "torchdata's StatefulDataLoader; or leave tokens_per_rank out, and train on your own batches"
+        )
+
+
+class StreamSource:
+    """A stream, what to read of its rows, and how to divide it.
+
+    A `datasets.IterableDataset` is divided here. Any other stream is this rank's own part already, and gives one
+    reader per rank.
+
+    Args:
+        longest_tokens: most tokens of a document.
+        overlong: what to do with longer ones.
+        stay_whole: whether every document must fit on one rank.
+        shuffle: whether each pass asks the stream for another order (`set_epoch`).
+        skips_bad_rows: whether rows that cannot be trained on are left out, with a warning each.
+
+    Raises:
+        PackingError: its place cannot be saved, or it was divided before; says what to do.
+    """
+
+    def __init__(
+        self,
+        stream: object,
+        reading: Reading,
+        longest_tokens: int,
+        overlong: OverlongPolicy = "error",
+        stay_whole: bool = False,
+        shuffle: bool = True,
+        skips_bad_rows: bool = False,
+    ) -> None:
+        import datasets
+
+        check_saves_place(stream)
+        self.is_divided_here = isinstance(stream, datasets.IterableDataset)
+        self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
+        self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
+        self._stream, self._shuffle = stream, shuffle
+        if isinstance(stream, datasets.IterableDataset):
+            if datasets.__version__ in LOSE_THEIR_PLACE:
+                raise PackingError(
+                    f"streams of datasets {datasets.__version__} begin anew when they are resumed a second time "
+                    "(datasets#8308); pip install --upgrade datasets"
+                )
+            if stream._distributed is not None:
+                raise PackingError(
+                    "the stream is divided between ranks already (split_dataset_by_node); give all ranks the whole "
+                    "stream: it is divided here"
+                )
+        self.keeps_place = not _has_buffer(getattr(stream, "_ex_iterable", None))
+        if not self.keeps_place:
+            log.info("the stream has a shuffle buffer: a resumed training reads it from the beginning of its pass")
+
+    def identity(self, num_readers: int) -> dict[str, object]:
+        """Returns facts of the stream that a saved place depends on."""
+        stream: Any = self._stream
+        return {
+            "stream": type(stream).__name__,
+            "readers": num_readers,
+            "shards": int(stream.num_shards) if self.is_divided_here else 0,
+            "columns": ", ".join(sorted(stream.column_names or ())) if self.is_divided_here else "",
+            "cut_tokens": 0 if self.overlong == "error" else self.longest_tokens,
+            "skips_bad_rows": self.skips_bad_rows,
+        }
+
+    def log_division(self, num_readers: int) -> None:
+        """Logs how readers share the stream if they do not have shards each."""
+        stream: Any = self._stream
+        if self.is_divided_here and num_readers > 1 and self._strategy(num_readers) != "shards":
+            log.warning(
+                "the stream has %d shards for %d readers: each reads all of them and keeps every %d-th row. Give it "
+                "%d shards or more, a multiple if datasets is older than 5.2 (stream.reshard(), num_shards=...)",
+                *(stream.num_shards, num_readers, num_readers, num_readers),
+            )
+
+    def _strategy(self, num_readers: int) -> str:
+        from datasets.distributed import split_dataset_by_node
+
+        shards = int(self._stream.num_shards)  # type: ignore[attr-defined]
+        can_be_uneven = "strategy" in inspect.signature(split_dataset_by_node).parameters
+        return "shards" if shards % num_readers == 0 or (can_be_uneven and shards > num_readers) else "auto"
+
+    def part(self, reader: int, num_readers: int, pass_number: int) -> Stream:
+        """Returns the part of a reader, at the beginning of a pass."""
+        part: Any = self._stream
+        if self.is_divided_here:
+            from datasets.distributed import split_dataset_by_node
+
+            uneven = self._strategy(num_readers) == "shards" and part.num_shards % num_readers
+            how = {"strategy": "shards"} if uneven else {}
+            part = split_dataset_by_node(part, rank=reader, world_size=num_readers, **how)
+        if self._shuffle and hasattr(part, "set_epoch"):
+            part.set_epoch(pass_number)
+        return part
+
+
+def _has_buffer(part: object) -> bool:
+    """Returns whether a stream of `datasets` is made with a shuffle buffer."""
+    if type(part).__name__ == SHUFFLE_BUFFER:
+        return True
+    inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    return any(_has_buffer(one) for one in inner if one is not None)

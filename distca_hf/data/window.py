@@ -1,0 +1,288 @@
+"""Window: documents of a stream whose lengths all ranks know, and from which micro-batches are filled.
+
+    readers ──▶ | d d d d d d d d d d d d d d d d d | ──▶ optimizer step: full micro-batches, whole documents
+                 oldest                      newest
+
+Readers read until the window holds its tokens. A step takes the oldest documents, and others to fill gaps. When all
+readers have ended, the rest is divided evenly. Everything follows from lengths and the number of readers, so all ranks
+do the same. The order of new documents depends on neither ranks nor `tokens_per_rank`.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+
+from distca_hf.arrays import IntArray, ceil_div, offsets
+from distca_hf.data.epochs import Epoch, Fits, choose_full, pack_evenly
+from distca_hf.data.positions import MOST_EPOCHS, listed, refuse, whole
+from distca_hf.data.readers import Mark, ReaderPlace
+from distca_hf.errors import ConfigError
+
+
+# A document is known by its reader and its number in this reader's pass, as one integer.
+NUMBER_BITS = 40
+# Most readers and documents in a saved place.
+MOST_READERS, MOST_DOCUMENTS = 1 << 20, 1 << 28
+NO_DOCUMENTS: IntArray = np.zeros(0, dtype=np.int64)
+
+
+def keys_of(reader: int, first: int, count: int) -> IntArray:
+    """Returns keys of consecutive documents of a reader."""
+    return (reader << NUMBER_BITS) + np.arange(first, first + count)
+
+
+@dataclass(frozen=True, eq=False)
+class NewDocuments:
+    """What a reader has read since it was asked last.
+
+    Attributes:
+        tokens, checksums: `[documents]` of each document.
+        mark: set after them; None if it set none.
+    """
+
+    tokens: IntArray
+    checksums: IntArray
+    has_ended: bool
+    mark: Mark | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPlace:
+    """All that a window depends on, at an end of an optimizer step.
+
+    Attributes:
+        pass_number, refills: of the pass through the stream; how often readers were asked in it.
+        readers: where each of them goes on.
+        keys: `[documents]` of the window, in order.
+        checksum: of these documents.
+    """
+
+    pass_number: int
+    refills: int
+    readers: tuple[ReaderPlace, ...]
+    keys: IntArray
+    checksum: int
+
+    @classmethod
+    def beginning(cls, pass_number: int, num_readers: int) -> Self:
+        """Returns the place before the first document of a pass."""
+        return cls(pass_number, 0, (ReaderPlace(),) * num_readers, NO_DOCUMENTS, 0)
+
+    @property
+    def num_readers(self) -> int:
+        return len(self.readers)
+
+    @property
+    def is_beginning(self) -> bool:
+        return self.refills == 0
+
+    def fields(self) -> dict[str, object]:
+        """Returns the place as lists of numbers and text."""
+        readers = [
+            [one.mark.documents, one.mark.rows, one.mark.state, one.documents, int(one.has_ended)]
+            for one in self.readers
+        ]
+        return {
+            "pass": self.pass_number,
+            "refills": self.refills,
+            "places": readers,
+            "documents": self.keys.tolist(),
+            "contents": self.checksum,
+        }
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any], num_readers: int) -> Self:
+        """Reads what `fields` returned.
+
+        Raises:
+            ConfigError: a field is missing, has the wrong type or is out of range; names it.
+        """
+        places = listed("places", state.get("places"), MOST_READERS)
+        readers = []
+        for place in places:
+            if not isinstance(place, list | tuple) or len(place) != 5 or not isinstance(place[2], str):
+                refuse("places", place, "documents, rows, a state, documents and 0 or 1")
+            first, rows, documents, ended = (whole("places", place[at]) for at in (0, 1, 3, 4))
+            if documents < first or ended > 1:
+                refuse("places", place, "documents, rows, a state, documents after these and 0 or 1")
+            readers.append(ReaderPlace(Mark(first, rows, place[2]), documents, bool(ended)))
+        if len(readers) != num_readers:
+            refuse("places", places, f"a place of each of {num_readers} readers")
+        keys = [whole("documents", key) for key in listed("documents", state.get("documents"), MOST_DOCUMENTS)]
+        for key in keys:
+            reader, number = key >> NUMBER_BITS, key & ((1 << NUMBER_BITS) - 1)
+            if reader >= num_readers or not readers[reader].mark.documents <= number < readers[reader].documents:
+                refuse("documents", key, f"documents that {num_readers} readers have read since their marks")
+        if len(set(keys)) < len(keys):
+            refuse("documents", keys, "each document once")
+        return cls(
+            whole("pass", state.get("pass"), most=MOST_EPOCHS),
+            whole("refills", state.get("refills")),
+            tuple(readers),
+            np.array(keys, dtype=np.int64),
+            whole("contents", state.get("contents")),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StepDocuments:
+    """The documents of one optimizer step, in micro-batches as they were packed.
+
+    Attributes:
+        keys, tokens, checksums: `[documents]`.
+        packed: micro-batches, with places in these arrays.
+    """
+
+    keys: IntArray
+    tokens: IntArray
+    checksums: IntArray
+    packed: Epoch
+
+
+class Window:
+    """Documents that are known and not yet handed out.
+
+    Args:
+        place: where it begins.
+        capacity_tokens: most tokens of a micro-batch.
+        window_tokens: readers read until it holds these.
+        seed, shuffle: decide the order of new documents; without shuffling, readers alternate.
+        fits: see `EpochPacker`.
+    """
+
+    def __init__(
+        self,
+        place: WindowPlace,
+        capacity_tokens: int,
+        window_tokens: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        fits: Fits | None = None,
+    ) -> None:
+        self._start = place
+        self._capacity_tokens, self._window_tokens = capacity_tokens, window_tokens
+        self._seed, self._shuffle, self._fits = seed, shuffle, fits
+        self._pass, self._refills = place.pass_number, place.refills
+        self._marks = [[reader.mark] for reader in place.readers]
+        self._read = [reader.documents for reader in place.readers]
+        self._ended = [reader.has_ended for reader in place.readers]
+        self._keys = self._tokens = self._checksums = NO_DOCUMENTS
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._keys)
+
+    @property
+    def document_tokens(self) -> IntArray:
+        """`[documents]` lengths, in order."""
+        return self._tokens
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the pass is over."""
+        return all(self._ended) and not len(self._keys)
+
+    def share_tokens(self) -> int:
+        """Returns how many tokens each reader that has not ended is to read now; 0 if the window is full."""
+        missing, going_on = self._window_tokens - int(self._tokens.sum()), self._ended.count(False)
+        return ceil_div(missing, going_on) if going_on and missing > 0 else 0
+
+    def has_ended(self, reader: int) -> bool:
+        """Returns whether a reader has told that it has no more documents."""
+        return self._ended[reader]
+
+    def first_of(self, reader: int) -> int:
+        """Returns the number of the next document of a reader."""
+        return self._read[reader]
+
+    def restore(self, read_again: Sequence[NewDocuments]) -> None:
+        """Takes the documents that each reader read since its mark; keeps those that its place names.
+
+        Raises:
+            ConfigError: they are not the documents that they were.
+        """
+        keys = [
+            keys_of(number, place.mark.documents, len(read.tokens))
+            for number, (place, read) in enumerate(zip(self._start.readers, read_again, strict=True))
+        ]
+        found, wanted = np.concatenate(keys), self._start.keys
+        at = np.searchsorted(found, wanted)  # keys rise with reader and number
+        self._keys = wanted
+        self._tokens = np.concatenate([read.tokens for read in read_again])[at]
+        self._checksums = np.concatenate([read.checksums for read in read_again])[at]
+        if self._checksum() != self._start.checksum:
+            raise ConfigError(
+                f"the {len(wanted)} documents that were read but not trained when the position was saved had the "
+                f"checksum {self._start.checksum}, and now have {self._checksum()}: the stream, its tokenizer or its "
+                "transforms were changed. Resume with the same stream, or begin it anew"
+            )
+
+    def add(self, news: Mapping[int, NewDocuments]) -> None:
+        """Adds what each reader has just read."""
+        keys, tokens, checksums, before = [self._keys], [self._tokens], [self._checksums], [NO_DOCUMENTS]
+        for reader, read in sorted(news.items()):
+            keys.append(keys_of(reader, self._read[reader], len(read.tokens)))
+            tokens.append(read.tokens)
+            checksums.append(read.checksums)
+            before.append(offsets(read.tokens)[:-1])
+            self._read[reader] += len(read.tokens)
+            self._ended[reader] = read.has_ended
+            if read.mark is not None:
+                self._marks[reader].append(read.mark)
+        of_old, tokens_before = len(self._keys), np.concatenate(before)
+        order = np.argsort(tokens_before, kind="stable")
+        if self._shuffle:
+            numbers = [self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, self._pass, self._refills & 0xFFFFFFFF]
+            order = np.random.RandomState(numbers).permutation(len(tokens_before))
+        order = np.concatenate([np.arange(of_old), of_old + order])
+        self._keys = np.concatenate(keys)[order]
+        self._tokens = np.concatenate(tokens)[order]
+        self._checksums = np.concatenate(checksums)[order]
+        self._refills += 1
+
+    def take(self, micro_steps: int) -> StepDocuments | None:
+        """Takes the documents of the next optimizer step out of the window; None at the end of the pass. The window
+        must be full."""
+        if self.is_at_end:
+            return None
+        left, chosen = np.arange(len(self._keys)), []
+        if all(self._ended):
+            packed = pack_evenly(self._tokens, left, self._capacity_tokens, self._fits, in_order=not self._shuffle)
+            borders = packed.offsets[: micro_steps + 1].tolist()
+            chosen = [packed.documents[start:stop] for start, stop in pairwise(borders)]
+        else:
+            for _ in range(micro_steps):
+                places = choose_full(self._tokens[left], self._capacity_tokens, self._fits, not self._shuffle)
+                chosen.append(left[places])
+                left = np.delete(left, places)
+        taken = np.concatenate(chosen)
+        packed = Epoch(np.arange(len(taken)), offsets(np.array([len(one) for one in chosen], dtype=np.int64)))
+        step = StepDocuments(self._keys[taken], self._tokens[taken], self._checksums[taken], packed)
+        kept = np.ones(len(self._keys), dtype=bool)
+        kept[taken] = False
+        self._keys, self._tokens = self._keys[kept], self._tokens[kept]
+        self._checksums = self._checksums[kept]
+        return step
+
+    def place(self) -> WindowPlace:
+        """Returns the present place, and forgets marks that no document needs any more."""
+        num_readers = len(self._read)
+        oldest = np.array(self._read, dtype=np.int64)
+        reader, number = self._keys >> NUMBER_BITS, self._keys & ((1 << NUMBER_BITS) - 1)
+        np.minimum.at(oldest, reader, number)
+        for one, first in enumerate(oldest.tolist()):
+            marks = self._marks[one]
+            del marks[: bisect_right(marks, first, key=lambda mark: mark.documents) - 1]
+        readers = tuple(
+            ReaderPlace(self._marks[one][0], self._read[one], self._ended[one]) for one in range(num_readers)
+        )
+        return WindowPlace(self._pass, self._refills, readers, self._keys, self._checksum())
+
+    def _checksum(self) -> int:
+        """Returns a checksum of 62 bits of the documents in this order."""
+        odd = 2 * np.arange(len(self._checksums), dtype=np.uint64) + np.uint64(1)
+        return int((self._checksums.astype(np.uint64) * odd).sum(dtype=np.uint64)) >> 2

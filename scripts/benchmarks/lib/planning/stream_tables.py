@@ -1,0 +1,127 @@
+"""Streams: balance and padding of batches that are filled from a window, and what the host of a reading rank does."""
+
+import time
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset
+
+from distca_hf.arrays import IntArray, offsets
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.prepare import HostPlans
+from distca_hf.batches.stream_feed import StreamFeed, StreamPosition
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
+from distca_hf.data.documents import split_documents
+from distca_hf.data.rows import Reading
+from distca_hf.data.streams import StreamSource
+from distca_hf.data.window import NewDocuments, StepDocuments, Window, WindowPlace
+from lib.planning.mixes import file_lengths
+from lib.planning.planners import RANKS_PER_NODE, K, print_row, table
+
+
+MIXES = ("pretrain", "prolong")
+# Micro-batches of a window, looked at for each row, and shards per reader. Documents of a shard keep the file's order.
+WINDOW_BATCHES, LOOKED_AT, SHARDS = 4, 12, 8
+# Tokens of the stream whose reading is timed, and of its micro-batches.
+TIMED_TOKENS, TIMED_RANK_TOKENS = 1 << 24, 128 * K
+
+
+class StreamOfLengths:
+    """Readers of a stream that have only lengths: shards in random order, dealt to them.
+
+    Args:
+        lengths: of one pass; passes follow each other.
+    """
+
+    def __init__(self, lengths: IntArray, num_readers: int, seed: int) -> None:
+        shards = np.array_split(lengths, SHARDS * num_readers)
+        order = np.random.default_rng(seed).permutation(len(shards))
+        self._parts = [
+            np.concatenate([shards[shard] for shard in order[reader::num_readers]]) for reader in range(num_readers)
+        ]
+        self._at = [0] * num_readers
+
+    def read(self, reader: int, tokens: int) -> NewDocuments:
+        """Returns the next documents of a reader, of at least this many tokens."""
+        part, found = self._parts[reader], list[int]()
+        while sum(found) < tokens:
+            found.append(int(part[self._at[reader] % len(part)]))
+            self._at[reader] += 1
+        documents = np.array(found, dtype=np.int64)
+        return NewDocuments(documents, np.zeros_like(documents), has_ended=False)
+
+
+def steps_of(mix: str, num_ranks: int, tokens_per_rank: int, seed: int) -> list[StepDocuments]:
+    """Returns micro-batches of a stream of a shipped file, one in each step."""
+    capacity_tokens = num_ranks * tokens_per_rank
+    _, _, lengths = split_documents(file_lengths(mix), capacity_tokens)
+    stream = StreamOfLengths(lengths, num_ranks, seed)
+    place = WindowPlace.beginning(0, num_ranks)
+    window = Window(place, capacity_tokens, WINDOW_BATCHES * capacity_tokens, seed)
+    steps = []
+    for _ in range(LOOKED_AT):
+        while share_tokens := window.share_tokens():
+            window.add({reader: stream.read(reader, share_tokens) for reader in range(num_ranks)})
+        step = window.take(1)
+        assert step is not None  # the stream has no end
+        steps.append(step)
+    return steps
+
+
+def print_streams(ranks: list[int], seeds: int) -> None:
+    """Prints balance and padding, then tokens per second of one reading rank."""
+    table(
+        f"Streams, window of {WINDOW_BATCHES} micro-batches (limits: max/mean 1.01, padding 0.5 %)",
+        *("mix", "ranks", "tokens/rank", "token spread", "placed, worst", "padding, worst"),
+    )
+    for mix in MIXES:
+        for num_ranks in ranks:
+            for tokens_per_rank in (32 * K, 128 * K):
+                config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
+                planner = PlacedPlanner(config, num_ranks, head_groups=8)
+                spread, after, padding = 0, [], []
+                for seed in range(seeds):
+                    for step in steps_of(mix, num_ranks, tokens_per_rank, seed):
+                        plan = planner.plan(step.tokens)
+                        spread = max(spread, int(np.ptp(plan.layout.rank_tokens)))
+                        after.append(plan.imbalance)
+                        padding.append(1 - int(step.tokens.sum()) / planner.capacity_tokens)
+                worst = f"{max(after):.4f}", f"{max(padding):.3%}"
+                print_row(mix, num_ranks, f"{tokens_per_rank // K}K", spread, *worst)
+    table(
+        "Streams: million tokens per second of processor time, one rank, rows as lists and as arrays",
+        *("mix", "lists: all", "of it the stream", "arrays: all", "of it the stream"),
+    )
+    for mix in MIXES:
+        cells = [cell for as_arrays in (False, True) for cell in _speed(mix, as_arrays)]
+        print_row(mix, *(f"{cell / 1e6:.1f}" for cell in cells))
+
+
+def _speed(mix: str, as_arrays: bool) -> tuple[float, float]:
+    """Returns tokens per second from rows to micro-batches, and of the stream that gives the rows."""
+    lengths = np.minimum(file_lengths(mix), TIMED_RANK_TOKENS)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), 2 * TIMED_TOKENS))]
+    starts = offsets(lengths)
+    tokens = np.random.default_rng(0).integers(0, 50_000, starts[-1]).astype(np.int32)
+    rows = pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pa.array(tokens))
+    stream = Dataset(pa.table({"input_ids": rows})).to_iterable_dataset(num_shards=SHARDS)
+    stream = stream.with_format("numpy") if as_arrays else stream
+    began, read = time.process_time(), 0
+    for row in stream:
+        read += len(row["input_ids"])
+        if read >= TIMED_TOKENS:
+            break
+    only_stream = read / (time.process_time() - began)
+    planner = PlacedPlanner(DistCAConfig(tokens_per_rank=TIMED_RANK_TOKENS), 1)
+    begin = StreamPosition(WindowPlace.beginning(0, 1))
+    window = Window(begin.place, planner.capacity_tokens, WINDOW_BATCHES * planner.capacity_tokens)
+    plans = HostPlans(planner=planner, rank=0, device=torch.device("cpu"))
+    began = time.process_time()
+    source = StreamSource(stream, Reading(), planner.longest_tokens)
+    feed = StreamFeed(source, begin, window, LocalTransport(), plans, micro_steps=1)
+    batches = islice(feed.micro_batches(), TIMED_TOKENS // TIMED_RANK_TOKENS)
+    done = sum(int(fed.prepared.layout.document_tokens.sum()) for fed in batches)
+    return done / (time.process_time() - began), only_stream

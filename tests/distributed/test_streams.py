@@ -1,0 +1,206 @@
+"""Streams on several ranks: each reads its part, tokens travel, and training goes on on another number of ranks."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import distca_hf
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.stream_loader import StreamLoader
+from distca_hf.data.rows import Reading
+from support.ranks import run_ranks, start_ranks
+from support.streams import Rows, all_tokens, numbered, numbered_stream, tokens_in
+
+
+DOCUMENTS = 500
+TOKENS_PER_RANK = 48
+# Every pair of numbers of ranks from 1 to 4, one after the other.
+WORLDS = (1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1)
+State = dict[str, Any]
+
+
+def _loader(stream: Any, micro_steps: int = 1, **settings: Any) -> StreamLoader:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, pad_to_multiple_of=1, **settings)
+    return plugin.dataloader(stream, seed=3, device="cpu", micro_steps=micro_steps)
+
+
+def _rows(batches: Iterable[dict[str, Any]]) -> list[tuple[list[int], list[int], list[int]]]:
+    names = ("input_ids", "position_ids", "shift_labels")
+    return [tuple(batch[name][0].tolist() for name in names) for batch in batches]  # type: ignore[misc]
+
+
+def _part(state: State | None, steps: int | None, micro_steps: int, shards: int) -> tuple[Counter[int], State]:
+    loader = _loader(numbered_stream(DOCUMENTS, shards), micro_steps)
+    if state is not None:
+        loader.load_state_dict(state)
+    seen: Counter[int] = Counter()
+    for batch in islice(loader, None if steps is None else steps * micro_steps):
+        seen += tokens_in(batch)
+    return seen, loader.state_dict()
+
+
+@pytest.mark.parametrize(("micro_steps", "shards"), [(1, 8), (3, 3), (1, 1)])
+def test_every_document_comes_once_on_any_numbers_of_ranks(micro_steps: int, shards: int, tmp_path: Path) -> None:
+    seen: Counter[int] = Counter()
+    state: State | None = None
+    worlds = WORLDS if micro_steps == 1 and shards > 1 else (3, 1, 4, 2, 3)
+    for run, world in enumerate(worlds):
+        steps = 1 if run + 1 < len(worlds) else None
+        parts = run_ranks(world, _part, tmp_path / str(run), state, steps, micro_steps, shards)
+        for tokens, _ in parts:
+            seen += tokens
+        states = [json.dumps(of_rank) for _, of_rank in parts]
+        assert len(set(states)) == 1
+        state = json.loads(states[0])
+
+    assert seen == all_tokens(DOCUMENTS)
+
+
+def test_each_pass_has_a_reader_for_every_rank(tmp_path: Path) -> None:
+    seen: Counter[int] = Counter()
+    state: State | None = None
+    for world in (2, 3):
+        parts = run_ranks(world, _part, tmp_path / str(world), state, None, 1, 6)
+        state = parts[0][1]
+        assert state["readers"] == world
+        seen += sum((tokens for tokens, _ in parts), Counter())
+
+    assert state is not None
+    assert state["pass"] == 2
+    assert seen == all_tokens(DOCUMENTS, passes=2)
+
+
+def _stopped(stops: list[int]) -> list[Any]:
+    """Batches of this rank: whole, and stopped and resumed in the same processes."""
+    whole = _rows(_loader(numbered_stream(250), 3))
+    parts: list[Any] = []
+    state = None
+    for stop in [*stops, None]:
+        loader = _loader(numbered_stream(250), 3)
+        if state is not None:
+            loader.load_state_dict(state)
+        parts += _rows(islice(loader, stop))
+        state = json.loads(json.dumps(loader.state_dict()))
+    loader = _loader(numbered_stream(250), 3)
+    left = _rows(islice(loader, 5)) + _rows(loader)  # left early, and gone on with
+    return [parts == whole, left == whole, len(whole)]
+
+
+def test_batches_are_bit_equal_after_two_stops_on_the_same_ranks(tmp_path: Path) -> None:
+    for equal, gone_on, batches in run_ranks(3, _stopped, tmp_path, [4, 6]):
+        assert equal
+        assert gone_on
+        assert batches > 30
+
+
+def _own_rows() -> Counter[int]:
+    """Each rank gives its own rows, rank 1 many more."""
+    rank = torch.distributed.get_rank()
+    numbers = range(20) if rank == 0 else range(20, 200)
+    seen: Counter[int] = Counter()
+    for batch in _loader(Rows([{"input_ids": numbered(number)} for number in numbers])):
+        seen += tokens_in(batch)
+    return seen
+
+
+def test_a_part_may_end_long_before_another(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _own_rows, tmp_path)
+
+    assert first + second == all_tokens(200)
+    assert abs(first.total() - second.total()) <= 2 * 40  # ranks hold equally many, whoever read them
+
+
+def _whole_documents() -> list[Any]:
+    """Documents that begin, and that end, in this rank's rows of each batch."""
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, pad_to_multiple_of=1)
+    device = torch.device("cpu")
+    planner = PlacedPlanner(plugin, 2, whole_documents=True)
+    loader = StreamLoader(
+        *(numbered_stream(), planner, plugin.transport(device), plugin.thread_transport(), device), micro_steps=2
+    )
+    held = []
+    for ids, positions, _ in _rows(loader):
+        starts = [at for at, position in enumerate(positions) if position == 0 and ids[at]]
+        ends = [*starts[1:], len(ids) - ids.count(0)]
+        held += [(ids[start], stop - start) for start, stop in zip(starts, ends, strict=True)]
+    return held
+
+
+def test_documents_stay_whole_if_they_must(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _whole_documents, tmp_path)
+
+    assert Counter([*first, *second]) == Counter(all_tokens().items())
+
+
+def _on_a_mesh() -> list[Any]:
+    """Rows of two data ranks, each of which is two tensor ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, pad_to_multiple_of=1)
+    plugin.use_mesh(mesh, data="data", tensor="tensor")
+    loader = plugin.dataloader(numbered_stream(100), device="cpu")
+    rows = _rows(loader)
+    plugin.close()
+    return rows
+
+
+def test_tensor_ranks_of_one_data_rank_get_the_same_rows(tmp_path: Path) -> None:
+    first, same_as_first, second, same_as_second = run_ranks(4, _on_a_mesh, tmp_path)
+
+    assert first == same_as_first != second == same_as_second
+    tokens = Counter(token for rows in (first, second) for ids, *_ in rows for token in ids if token)
+    assert tokens == all_tokens(100)
+
+
+def _bad_row() -> None:
+    rows: list[dict[str, Any]] = [{"input_ids": numbered(number)} for number in range(200)]
+    if torch.distributed.get_rank() == 1:
+        rows[150] = {"input_ids": [-5]}
+    list(_loader(Rows(rows)))
+
+
+def _missing_shard() -> None:
+    class Missing(Rows):
+        def __iter__(self) -> Any:
+            raise FileNotFoundError("shard-7.parquet")
+
+    list(_loader((Missing if torch.distributed.get_rank() == 1 else Rows)([{"input_ids": [3]}])))
+
+
+def _fails_in_training() -> None:
+    for number, _ in enumerate(_loader(numbered_stream(DOCUMENTS))):
+        if number == 3 and torch.distributed.get_rank() == 1:
+            raise RuntimeError("the model does not fit")
+
+
+def _other_inputs() -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=64)
+    row = {"input_ids": [1, 2], **({"kinds": [1, 2]} if torch.distributed.get_rank() else {})}
+    device = torch.device("cpu")
+    transports = plugin.transport(device), plugin.thread_transport()
+    reading = Reading(inputs=frozenset({"kinds"}))
+    list(StreamLoader(Rows([row]), PlacedPlanner(plugin, 2), *transports, device, reading=reading))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (_bad_row, ("rank 1 could not do its part", "reader 1 of 2, row 150: input_ids is -5")),
+        (_missing_shard, ("rank 1 could not do its part", "shard-7.parquet")),
+        (_fails_in_training, ("rank 1 left: RuntimeError: the model does not fit", "the model does not fit")),
+        (_other_inputs, ('{"kinds": "int64"} on rank 1',) * 2),
+    ],
+    ids=["a bad row", "a shard that vanished", "an error in training", "columns that differ"],
+)
+def test_what_only_one_rank_finds_ends_all_of_them(body: Any, told: tuple[str, str], tmp_path: Path) -> None:
+    outcomes = start_ranks(2, body, tmp_path)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    for outcome, text in zip(outcomes, told, strict=True):
+        assert text in outcome.output
