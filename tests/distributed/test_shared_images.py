@@ -22,7 +22,7 @@ from distca_hf.integrations.models.forward_watch import watch_of
 from support.given_batches import PATCH, Batch, Gradients, gradients_of, in_double
 from support.multimodal import IMAGE_TOKEN, VIDEO_TOKEN, multimodal_model
 from support.ranks import run_ranks
-from support.rows_of_documents import words
+from support.rows_of_documents import prefixes_in_steps_of, words
 from support.versions import classes_of_today, states_travel
 
 
@@ -241,7 +241,7 @@ def _train(kind: str) -> dict[str, tuple[Gradients, int, int]]:
         plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
         model = distca_hf.enable(model_of(kind, "distca"), plugin)
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-        with in_double():
+        with in_double(), prefixes_in_steps_of(64):
             loss_of(wrapped, given(kind, case.rows[rank], case.side)).backward()
         facts = watch_of(model).planner.history[-1]
         results[name] = gradients_of(model), facts.shared_tokens, sum(facts.tokens)
@@ -269,7 +269,7 @@ def _train_sharded(kind: str, name: str) -> tuple[Gradients, int]:
     model = distca_hf.enable(model_of(kind, "distca"), plugin)
     for block in (*model.model.visual.blocks, *model.model.language_model.layers, model):
         fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
-    with in_double():
+    with in_double(), prefixes_in_steps_of(64):
         loss_of(model, batch_of(kind, CASES[name].rows[dist.get_rank()])).backward()
     gradients = {weight: gradient.full_tensor() for weight, gradient in gradients_of(model).items()}
     shared = watch_of(model).planner.history[-1].shared_tokens
@@ -294,7 +294,7 @@ def test_one_rank_computes_images_in_shared_prefixes_once(name: str) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for _ in range(2):
         model.zero_grad()
-        with in_double():
+        with in_double(), prefixes_in_steps_of(64):
             loss_of(model, given("qwen2_5_vl", rows, case.side)).backward()
 
     assert [facts.shared_tokens for facts in watch_of(model).planner.history] == [case.shared] * 2

@@ -14,8 +14,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import distca_hf
-from distca_hf import prefixes
-from distca_hf.batches import document_gather
 from distca_hf.comm.groups import Members
 from distca_hf.comm.transport import Transport
 from distca_hf.integrations.models import sharing
@@ -25,7 +23,7 @@ from distca_hf.planning import folds
 from distca_hf.testing import run_ranks
 from support.given_batches import Gradients, gradients_of, in_double, own_loss
 from support.models import VOCABULARY, plain_attention, tiny_config
-from support.rows_of_documents import Batch, packed, padded, words
+from support.rows_of_documents import Batch, packed, padded, prefixes_in_steps_of, words
 from support.versions import states_travel
 from support.wide_models import FAMILIES, wide_model
 
@@ -170,8 +168,7 @@ def alone(step: Step) -> tuple[list[float], Gradients]:
 def check(step: Step) -> None:
     with (
         in_double(),
-        patch.object(prefixes, "BLOCK_TOKENS", BLOCK_TOKENS),
-        patch.object(document_gather, "BLOCK_TOKENS", BLOCK_TOKENS),
+        prefixes_in_steps_of(BLOCK_TOKENS),
         patch.object(sharing, "LEAST_SAVED", 0.0),
         patch.object(folds, "LEAST_SAVED_BYTES", -math.inf if step.divides_heads else folds.LEAST_SAVED_BYTES),
     ):

@@ -1,15 +1,26 @@
 """Batches of given documents, as collators make them: a row for each, or one row of all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from distca_hf import prefixes
+from distca_hf.batches import document_gather
 from support.models import VOCABULARY
 
 
 Batch = dict[str, Any]
 Documents = Sequence[torch.Tensor]
+
+
+@contextmanager
+def prefixes_in_steps_of(tokens: int) -> Iterator[None]:
+    """Compares prefixes in steps of this many tokens."""
+    with patch.object(prefixes, "BLOCK_TOKENS", tokens), patch.object(document_gather, "BLOCK_TOKENS", tokens):
+        yield
 
 
 def words(tokens: int, seed: int) -> torch.Tensor:
