@@ -224,9 +224,10 @@ class GivenPlanner:
         )
 
     def _say_unshared(self, read: ReadDocuments, shown_as: ReadDocuments, unshared: str) -> None:
-        """Logs once why documents that begin alike do not share their prefix."""
-        tokens = self._config.shared_prefix_tokens
-        if shown_as is read or self._said_unshared or not tokens:
+        """Logs once why documents that begin alike do not share their prefix. Looks in passes 1, 2, 4, 8 and so on:
+        passes wait for it."""
+        tokens, passes = self._config.shared_prefix_tokens, self._next_number
+        if shown_as is read or self._said_unshared or not tokens or passes & (passes - 1):
             return
         why = unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
         self._said_unshared = say_unshared(read, shown_as, why, tokens)
