@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 
 from distca_hf.batches.batch_documents import Batch, media_of
-from distca_hf.batches.images import check_all_hold
+from distca_hf.batches.images import check_all_hold, may_move
 from distca_hf.batches.prepare import Prepared
 from distca_hf.batches.read_documents import ReadDocuments, checksum_of
 from distca_hf.comm.agreement import Agreement, Facts, Occasion, by_value, labels_of
@@ -114,6 +114,8 @@ class ShownNumbers(NamedTuple):
         needing: names of the ranks that need hidden states, as text.
         is_planned: whether all ranks planned this micro-batch ahead, under the same number.
         most_images: images and videos of the rank that has most; 0 if some rank's must stay.
+        images_wait: whether on some rank a tower waits for those of all ranks.
+        images_train: whether towers, or what follows them, need gradients on some rank.
     """
 
     stays_padded: bool
@@ -124,6 +126,8 @@ class ShownNumbers(NamedTuple):
     needing: str
     is_planned: bool
     most_images: int
+    images_wait: bool
+    images_train: bool
 
 
 class GivenAgreement:
@@ -152,7 +156,7 @@ class GivenAgreement:
 
         Args:
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
-            gradients_of: whether parts of the model before its decoder need gradients.
+            gradients_of: whether parts of the model before its decoder need gradients: embeddings, then towers.
             returning: what this rank needs its pass to return.
             ahead: number of the micro-batch among those planned ahead, counted from 1; 0 if it was not planned ahead.
             step_batches: number of micro-batches in the step, if this is the first one; otherwise 0.
@@ -169,7 +173,9 @@ class GivenAgreement:
             "learns nothing": int(number == 0 and read.learns_nothing),
             # By bit; bit 0: the rank holds any of them.
             "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
-            "images that may move": -1 if read.images is None else len(read.images.sizes),
+            "images that may move": -1 if read.images is None or not may_move(batch) else len(read.images.sizes),
+            "images wait": int(images_wait),
+            "images train": int(any(gradients_of[1:])),
         }
         if self._transport.grid.shape[2] > 1:
             flags[CHECKSUM] = checksum_of(batch, lengths) if read.checksum is None else read.checksum
@@ -193,7 +199,8 @@ class GivenAgreement:
         if CHECKSUM in flags:
             self._check_same_batch(agreement, number)
         num_images, holding = numbers["images that may move"], [int(of > 0) for of in numbers["dtypes of images"]]
-        if images_wait and min(num_images) < 0:
+        wait, train = any(numbers["images wait"]), any(numbers["images train"])
+        if wait and min(num_images) < 0:
             check_all_hold(self._transport, holding, number)
         self._check_dtypes(numbers["dtypes of images"], number)
         if any(numbers["learns nothing"]):
@@ -218,7 +225,7 @@ class GivenAgreement:
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
         of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
         most_images = max(num_images) if min(num_images) >= 0 else 0
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images)
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, wait, train)
 
     def _facts_of(self, step_batches: int, has_gradients: bool) -> Facts:
         """Returns what must be the same on all ranks."""

@@ -193,7 +193,7 @@ class GivenPlanner:
         if shown.stays_padded:
             return None
         if shown.most_images and read.images is not None:
-            self.images = ShownImages(read.images, shown.most_images)
+            self.images = ShownImages(read.images, shown.most_images, shown.images_wait, shown.images_train)
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.known_lengths
         self._step.shares, self._step.returning = not unshared, shown.returning
         shares, has_one_label = not unshared and self._least_tokens > 0, shown.returning is not Returning.STATES

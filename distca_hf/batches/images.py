@@ -24,6 +24,8 @@ from distca_hf.runtime.moved_images import DTYPES
 
 
 SIZES = "image_sizes"
+# Argument of forward that takes features instead of pixels.
+OUTPUTS = "mm_encoder_outputs"
 KNOWN = {IMAGES.values, IMAGES.grid, SIZES, VIDEOS.values, VIDEOS.grid}
 # Numbers before the sizes in a gather: counts of images and of all items, then the form of pixels.
 HEADER = 8
@@ -47,10 +49,14 @@ class ShownImages(NamedTuple):
     Attributes:
         mine: images of its batch.
         most_items: items of the rank that has most.
+        wait: whether on some rank a tower waits for those of all ranks: for weights, or for gradients.
+        train: whether towers, or what follows them, need gradients on some rank.
     """
 
     mine: BatchImages
     most_items: int
+    wait: bool
+    train: bool
 
 
 class PixelKind(enum.IntEnum):
@@ -119,6 +125,15 @@ def images_of(batch: Mapping[str, Any], has_sizes: bool) -> BatchImages | None:
         else:
             return None
     return BatchImages(len(found[0]), np.concatenate(found))
+
+
+def may_move(batch: Mapping[str, Any]) -> bool:
+    """Returns whether other ranks may compute the images of a batch: no gradient returns to its pixels, and the caller
+    gives no features."""
+    pixels = (batch.get(media.values) for media in (IMAGES, VIDEOS))
+    return batch.get(OUTPUTS) is None and not (
+        torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in pixels)
+    )
 
 
 def _grids(pixels: torch.Tensor, grid: torch.Tensor, of: str, of_grid: str) -> IntArray:

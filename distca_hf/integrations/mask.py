@@ -308,12 +308,13 @@ def _read_from_callers(asking: FrameType) -> tuple[torch.Tensor | None, torch.Te
 
 
 def passes_on_a_plan(asking: FrameType) -> bool:
-    """Returns whether the model that asks for a mask passes a plan on to its layers.
+    """Returns whether the model that asks for a mask passes a plan on to layers that attend with it.
 
     Args:
         asking: frame of Transformers' function that asks.
     """
-    frame: FrameType | None = asking if any_known() else None
+    is_ours = getattr(asking.f_locals.get("config"), "_attn_implementation", None) == OURS
+    frame: FrameType | None = asking if is_ours and any_known() else None
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
             keywords = next((of for name in KEYWORDS if isinstance(of := frame.f_locals.get(name), dict)), None)

@@ -92,7 +92,8 @@ class ForwardCheck:
         self._module_facts: dict[str, object] | None = None
         self._state: SharedState | None = None
         self._config_facts = ConfigFacts(root)
-        self._towers_are_sharded: bool | None = None
+        self._towers_are_sharded = False
+        self._tower_parts: list[int] = []
         self._warned_of_plugin = self._warned_of_implementation = self._takes_placed = False
 
     def forget_passes(self) -> None:
@@ -179,8 +180,12 @@ class ForwardCheck:
         Args:
             trains: whether backward follows.
         """
-        if self._towers_are_sharded is None:  # the model is wrapped by now
+        modules = [module for tower in self.towers.values() for module in tower.modules()]
+        parts = [id(part) for of in modules for part in (*of._modules.values(), *of._parameters.values())]
+        if parts != self._tower_parts:  # wrapping replaced modules, or weights
+            self._tower_parts = parts
             self._towers_are_sharded = are_sharded(self._root, self.towers.values())
+            vars(self).pop("_beside_text", None)
         if self._towers_are_sharded:
             return True
         if not trains or not any(weight.requires_grad for weight in self._beside_text):

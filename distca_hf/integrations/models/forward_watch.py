@@ -145,8 +145,7 @@ class ForwardWatch:
             part.enter()
 
     def leave(self, modules: Collection[nn.Module]) -> None:
-        """Removes the hooks from modules of the enabled model, or of a copy, whose hooks are copies too. Restores the
-        functions of checkpointed modules."""
+        """Removes the hooks from modules of the model, or of a copy with copies of them; restores their functions."""
         is_original = transformers_model(self.root) in modules
         for module in {*modules, self.root} if is_original else modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -189,6 +188,7 @@ class ForwardWatch:
         tile(self._mlps, TiledMlp, self.context.mlp_tokens)
         tile(self._check.tiles, TiledAttention, self.context.attention_kv_heads)
         self._borders.end()
+        self.towers.end()
         self.loss.begin(None)
         self._counted.begin({}, None, trains=False)
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
@@ -288,9 +288,9 @@ class ForwardWatch:
     def _plan_given(self, module: nn.Module, batch: Batch, trains: bool) -> LivePlan | None:
         """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide the same."""
         self._check.check_model(module)
-        planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
+        planner = self._planner_on(tokens_of(batch).device)
+        of_towers = self._check.images_wait(module.training), self._check.gradients_before_decoder()
         returning, reason = self.loss.begin(batch if trains and not self._mixers.need_whole else None)
-        need_gradients = self._check.gradients_before_decoder()
 
         def meanwhile() -> None:
             self._prepare(module, self.context, planner.world_size)
@@ -298,8 +298,8 @@ class ForwardWatch:
                 self.loss.shift(batch)
 
         unshared = self._sharing.refusal(batch, module.training, self._counted.has_noise())
-        plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile, unshared)
-        self.towers.begin(batch, planner.images, images_wait, need_gradients[1])
+        plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, unshared)
+        self.towers.begin(batch, planner.images)
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)
         return plan

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.beginnings import IMAGES
-from distca_hf.batches.images import KNOWN, SIZES, PixelForm, PixelKind
+from distca_hf.batches.images import KNOWN, OUTPUTS, SIZES, PixelForm, PixelKind
 from distca_hf.integrations.models.sharing import OVER_ROWS
 from distca_hf.integrations.models.structure import (
     backbone_of,
@@ -32,8 +32,8 @@ from distca_hf.placement.images import ImageCost
 from distca_hf.runtime.moved_images import FeatureForm, Features
 
 
-# Argument of forward that takes features instead of pixels, and the features that are moved.
-OUTPUTS, FEATURES = "mm_encoder_outputs", ("pooler_output", "deepstack_features")
+# Features that are moved.
+FEATURES = "pooler_output", "deepstack_features"
 # Further arguments of `get_image_features`, which are the same for all images.
 CHOICES = ("vision_feature_layer", "vision_feature_select_strategy")
 # Names of sizes in configurations of towers.

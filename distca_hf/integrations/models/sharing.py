@@ -207,6 +207,8 @@ def _of_batch(batch: Batch, is_multimodal: bool) -> str:
     """Returns which unknown entry of a batch layers may compute from; empty if there is none."""
     tokens = tokens_of(batch)
     for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return f"{name} needs gradients, which differ from row to row"
         if is_multimodal and name not in KNOWN_COLUMNS:
             is_tensor = isinstance(value, torch.Tensor)
             is_of_all = value.ndim == 0 or value.numel() == 0 if is_tensor else isinstance(value, SINGLE)

@@ -21,11 +21,19 @@ from transformers import PreTrainedModel
 from distca_hf.arrays import IntArray, sum_by
 from distca_hf.batches.batch_documents import Batch, media_of, tokens_of
 from distca_hf.batches.beginnings import IMAGES, VIDEOS
-from distca_hf.batches.images import BatchImages, PixelForm, PixelKind, ShownImages, check_all_hold, gather_images
+from distca_hf.batches.images import (
+    OUTPUTS,
+    BatchImages,
+    PixelForm,
+    PixelKind,
+    ShownImages,
+    check_all_hold,
+    gather_images,
+)
 from distca_hf.comm.transport import Transport
 from distca_hf.cost import imbalance
 from distca_hf.integrations.models.hooks import Hook, Keywords
-from distca_hf.integrations.models.image_features import OUTPUTS, MovedFeatures, compute_features, towers_of
+from distca_hf.integrations.models.image_features import MovedFeatures, compute_features, towers_of
 from distca_hf.integrations.models.structure import backbone_of, names_by_position
 from distca_hf.placement.images import PlacedImages, place_images
 from distca_hf.planning.image_moves import ImageMoves
@@ -104,18 +112,21 @@ class TowerBorders:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, batch: Batch, shown: ShownImages | None, every_rank: bool, differentiates: bool) -> None:
+    def begin(self, batch: Batch, shown: ShownImages | None) -> None:
         """Opens the borders for a pass on a batch.
 
         Args:
             shown: images of the batch; None if they stay.
-            every_rank: whether a rank that computes an image waits for the towers of all others.
-            differentiates: whether towers, or what follows them, need gradients; the same on all ranks.
         """
         self._shown, self._is_open = shown, shown is not None
-        self._every_rank, self._differentiates = every_rank, differentiates and torch.is_grad_enabled()
+        self._every_rank = shown is not None and shown.wait
+        self._differentiates = shown is not None and shown.train and torch.is_grad_enabled()
         if self.towers.stay and media_of(batch):
             self._say_once(STAY, self.towers.stay)
+
+    def end(self) -> None:
+        """Closes the borders: an earlier pass may have failed before its backbone."""
+        self._shown, self._is_open = None, False
 
     def _say_once(self, how: str, why: str) -> None:
         """Logs once for each reason where images are computed."""

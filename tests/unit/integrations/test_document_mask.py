@@ -192,6 +192,25 @@ def test_with_a_plan_nothing_is_computed_with_a_mask(mask: str) -> None:
     assert not seen.data_dependent()
 
 
+@pytest.mark.parametrize("passed_on", [True, False])
+def test_a_model_that_was_not_enabled_finds_its_documents_in_a_pass_with_a_plan(passed_on: bool) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    model, other = distca_hf.enable(tiny_model(), plugin), tiny_model(implementation="sdpa")
+    batch, states = next(iter(plugin.dataloader(random_dataset(20)))), list[torch.Tensor]()
+    given = {name: batch[name].clone() for name in ("input_ids", "position_ids")}
+    expected = other.model(**given, use_cache=False).last_hidden_state
+
+    def call_other(module: torch.nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        plan = {"distca_plan": kwargs["distca_plan"]} if passed_on else {}
+        states.append(other.model(**given, **plan, use_cache=False).last_hidden_state)
+
+    model.model.layers[1].register_forward_pre_hook(call_other, with_kwargs=True)
+    model(**batch)
+
+    assert (given["position_ids"] == 0).sum() > 1
+    assert torch.equal(states[0], expected)
+
+
 @pytest.mark.parametrize("given", ["nothing", "ones", "padding", "packed"])
 def test_a_mask_computes_nothing_before_a_layer_asks(given: str) -> None:
     function = masking_utils.causal_mask_function

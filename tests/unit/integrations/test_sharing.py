@@ -327,6 +327,7 @@ def with_own_features(model: nn.Module) -> nn.Module:
         (lambda model: model, {"num_crops": torch.ones(1)}, "the batch has num_crops, and it is not known to which"),
         (lambda model: model, {"num_items_in_batch": torch.ones(1), "weight": torch.tensor(1.0), "flag": True}, ""),
         (lambda model: model, {"mm_encoder_outputs": {"image": 1}}, "the batch has mm_encoder_outputs, and it is not"),
+        (lambda model: model, {"pixel_values": torch.ones(16, 1176).requires_grad_()}, "pixel_values needs gradients"),
         (lambda model: model, {"second_per_grid_ts": [1.0, 1.0]}, "the batch has second_per_grid_ts, and it is not"),
     ],
 )
