@@ -3,13 +3,15 @@
     read ──▶ lengths of all ranks ──▶ window ──▶ optimizer step ──▶ placement, plan ──▶ tokens travel ──▶ micro-batch
              one gather per refill                                                     one exchange
 
-Before each micro-batch and each refill ranks agree to read on. So a rank that cannot, or that stops, tells the others.
+Before each micro-batch and each refill ranks agree to read on, and on what. So a rank that cannot, or that stops,
+tells the others. And ranks of unequal settings do not send each other tokens that the others do not expect.
 """
 
 from collections.abc import Generator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from time import perf_counter
+from zlib import crc32
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from distca_hf.data.readers import Reader, StreamDocument
 from distca_hf.data.streams import StreamSource
 from distca_hf.data.window import NO_DOCUMENTS, NewDocuments, Window, WindowPlace, keys_of
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError, StepTimeoutError
+from distca_hf.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,12 @@ class StreamPosition:
     into_step: int = 0
     micro_batches: int = 0
     step_batches: int = 0
+
+    def in_words(self) -> str:
+        """Returns the position as ranks compare it."""
+        place, within = self.place, f", {self.into_step} micro-batches into a step" if self.into_step else ""
+        documents = f"{len(place.keys)} documents read ahead (checksum {place.checksum})"
+        return f"pass {place.pass_number}, {place.refills} refills, {documents}{within}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +84,7 @@ class StreamFeed:
         window: at the place of the position.
         transport: for this feed's thread only.
         plans: plans micro-batches; its planner may be replaced meanwhile.
+        facts: what must be the same on all ranks, by name.
 
     Raises:
         PackingError, ConfigError: see `Reader`.
@@ -88,9 +98,11 @@ class StreamFeed:
         transport: Transport,
         plans: HostPlans,
         micro_steps: int,
+        facts: Mapping[str, object],
     ) -> None:
         self._begin, self._window, self._transport, self._plans = begin, window, transport, plans
         self._micro_steps = micro_steps
+        self._facts = {**facts, "position in the stream": begin.in_words()}
         self._inputs: Inputs = {}
         self._documents: dict[int, StreamDocument] = {}  # those that this rank has read and not yet sent
         self._read_seconds, self._told_seconds = np.zeros(transport.world_size), 0.0
@@ -153,12 +165,13 @@ class StreamFeed:
             after = window.place()
             # 2. Its micro-batches.
             for index in range(into_step, divided.num_micro_batches):
-                self._agree(0, number)
                 began = perf_counter()
                 chosen = divided.micro_batch(index)
                 keys, cursor = step.keys[chosen], Cursor(place.pass_number, number)
                 prepared = self._plans.plan(cursor, keys, step.tokens[chosen], divided.layout(index))
                 plan_seconds = perf_counter() - began
+                checksums = f"{prepared.documents_checksum:08x} {_checksum(prepared.layout):08x}"
+                self._agree(0, number, {"checksums of documents and placement": checksums})
                 fed = replace(self._with_rows(prepared, keys), plan_seconds=plan_seconds)
                 number += 1
                 is_end = index + 1 == divided.num_micro_batches
@@ -198,6 +211,7 @@ class StreamFeed:
                 for reader, one in self._readers.items()
             },
             number,
+            "what was read ahead",
         )
         nothing = NewDocuments(NO_DOCUMENTS, NO_DOCUMENTS, True)
         self._window.restore([read.get(reader, nothing) for reader in range(self._num_readers)])
@@ -213,7 +227,7 @@ class StreamFeed:
             found = self._noted(one.read(share_tokens), reader, first, one.has_ended)
             read[reader] = replace(found, mark=None if one.mark is mark else one.mark)
         self._open = [reader for reader in range(self._num_readers) if not self._window.has_ended(reader)]
-        self._window.add(self._told(read, number))
+        self._window.add(self._told(read, number, f"{share_tokens} tokens"))
 
     def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> NewDocuments:
         """Keeps documents until they are sent; returns what other ranks must know of them."""
@@ -221,11 +235,15 @@ class StreamFeed:
         tokens = np.array([len(one) for one in found], dtype=np.int64)
         return NewDocuments(tokens, np.array([one.checksum for one in found], dtype=np.int64), has_ended)
 
-    def _told(self, read: Mapping[int, NewDocuments], number: int) -> dict[int, NewDocuments]:
-        """Returns what all readers read."""
+    def _told(self, read: Mapping[int, NewDocuments], number: int, asked_for: str) -> dict[int, NewDocuments]:
+        """Returns what all readers read.
+
+        Args:
+            asked_for: what each reader was to read.
+        """
         inputs = next((one.inputs for one in self._readers.values() if one.inputs is not None), None)
         mine = RefillMessage(inputs, read).integers
-        most = max(self._agree(len(mine), number))
+        most = max(self._agree(len(mine), number, {"each reader reads": asked_for}))
         where = f"micro-batch {number}, documents of the stream"
         rows = self._transport.gather([*mine, *[0] * (most - len(mine))], where).wait()
         texts, of_all = [], dict[int, NewDocuments]()
@@ -238,8 +256,15 @@ class StreamFeed:
             self._inputs = same_inputs(self._transport, texts)
         return of_all
 
-    def _agree(self, integers: int, number: int) -> list[int]:
-        """Agrees with all ranks to read on; returns how many integers each of them sends next."""
+    def _agree(self, integers: int, number: int, facts: Mapping[str, object]) -> list[int]:
+        """Agrees with all ranks to read on; returns how many integers each of them sends next.
+
+        Args:
+            facts: of what is read or sent next.
+
+        Raises:
+            PlanMismatchError: ranks have other settings, positions or documents.
+        """
         seconds = sum(one.seconds for one in self._readers.values())
         truncated = sum(one.truncated for one in self._readers.values())
         mine = {
@@ -248,7 +273,8 @@ class StreamFeed:
             "truncated": truncated - self._told_truncated,
         }
         self._told_seconds, self._told_truncated = seconds, truncated
-        numbers = Agreement.start(self._transport, Occasion.READ, number, {}, mine).wait(Scope.ROWS)
+        facts = {**self._facts, **facts}
+        numbers = Agreement.start(self._transport, Occasion.READ, number, facts, mine).wait(Scope.ROWS)
         self._read_seconds += np.array(numbers["read_us"]) / 1e6
         self._truncated += sum(numbers["truncated"])
         return numbers["integers"]
@@ -259,3 +285,9 @@ class StreamFeed:
             Agreement.start(self._transport, Occasion.UNABLE, 0, {}, {}, Scope.ROWS)
         except DistCAError:  # they cannot be reached, and find out by themselves
             pass
+
+
+def _checksum(layout: Layout) -> int:
+    """Returns a checksum of the segments, which decide who sends how many tokens to whom."""
+    segments = layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank
+    return crc32(np.concatenate(segments).astype("<i8").data)

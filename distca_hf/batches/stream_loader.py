@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from distca_hf.batches.agreement import shared_facts
 from distca_hf.batches.delivery import Delivery
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
@@ -188,7 +189,7 @@ class StreamLoader(Delivery):
         try:
             feed = StreamFeed(
                 *(self._source, begin, Window(begin.place, *settings), self._reading_transport, self.preparer),
-                self._micro_steps,
+                *(self._micro_steps, {**shared_facts(self._planner.config), **self._settings}),
             )
         except Exception:
             Agreement.announce_unable(self._transport, begin.micro_batches, Occasion.TAKE)
@@ -204,7 +205,8 @@ class StreamLoader(Delivery):
                     raise
                 if fed is None:
                     break
-                batch = self._deliver(fed.prepared, fed.data, self._position.micro_batches, self._facts(fed))
+                facts = {**self._settings, "contents of documents": fed.contents}
+                batch = self._deliver(fed.prepared, fed.data, self._position.micro_batches, facts)
                 self._position = fed.after
                 self.end_of_dataloader = fed.is_last and not self._repeats
                 if fed.is_last:
@@ -220,14 +222,10 @@ class StreamLoader(Delivery):
         if use is None and begin.place.is_beginning:
             raise PackingError("the stream gave no document. Look at what filtered it, or at its files")
 
-    def _facts(self, fed: FedBatch) -> dict[str, object]:
-        """Returns facts of the data that ranks must share."""
-        return {
-            **self._identity(),
-            "prefetch": self._prefetch,
-            "stream_window_tokens": self._window_tokens,
-            "contents of documents": fed.contents,
-        }
+    @property
+    def _settings(self) -> dict[str, object]:
+        """Returns settings of the data that ranks must share."""
+        return {**self._identity(), "prefetch": self._prefetch, "repeats": self._repeats, **self._all_sizes}
 
     def _identity(self, num_readers: int | None = None) -> dict[str, object]:
         return {

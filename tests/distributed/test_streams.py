@@ -1,8 +1,10 @@
 """Streams on several ranks: each reads its part, tokens travel, and training goes on on another number of ranks."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,38 @@ def _other_inputs() -> None:
     transports = plugin.transport(device), plugin.thread_transport()
     reading = Reading(inputs=frozenset({"kinds"}))
     list(StreamLoader(Rows([row]), PlacedPlanner(plugin, 2), *transports, device, reading=reading))
+
+
+def _differs(**of_rank_1: Any) -> None:
+    """Reads with a setting that differs on rank 1."""
+    of_plugin: dict[str, Any] = {"tokens_per_rank": TOKENS_PER_RANK, "stream_window_tokens": 0}
+    of_loader: dict[str, Any] = {"seed": 3, "shuffle": True, "prefetch": 2, "micro_steps": 1}
+    if torch.distributed.get_rank():
+        for settings in (of_plugin, of_loader):
+            settings |= {name: value for name, value in of_rank_1.items() if name in settings}
+    list(distca_hf.DistCAPlugin(**of_plugin).dataloader(numbered_stream(), device="cpu", **of_loader))
+
+
+@pytest.mark.parametrize(
+    ("differs", "told"),
+    [
+        ({"seed": 4}, "seed is 3 on rank 0, 4 on rank 1"),
+        ({"shuffle": False}, "shuffle is True on rank 0, False on rank 1"),
+        ({"prefetch": 3}, "prefetch is 2 on rank 0, 3 on rank 1"),
+        ({"micro_steps": 2}, "micro_steps is 1 on rank 0, 2 on rank 1"),
+        ({"stream_window_tokens": 1000}, "stream_window_tokens is 0 on rank 0, 1000 on rank 1"),
+        ({"tokens_per_rank": 64}, "tokens_per_rank is 48 on rank 0, 64 on rank 1"),
+    ],
+    ids=str,
+)
+def test_settings_that_differ_are_told_before_tokens_are_sent(
+    differs: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    outcomes = start_ranks(2, partial(_differs, **differs), tmp_path)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    for rank, outcome in enumerate(outcomes):
+        assert re.search(rf"PlanMismatchError: rank {rank}, micro-batch 0: ranks disagree, .*{told}", outcome.output)
 
 
 @pytest.mark.parametrize(
