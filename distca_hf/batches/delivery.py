@@ -1,4 +1,4 @@
-"""Delivery: hands out placed micro-batches, once all ranks have agreed to take the same one."""
+"""Delivery: base of loaders, which hands out placed micro-batches once all ranks have agreed to take the same one."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ UNUSED_BATCHES = 4
 
 
 class Delivery:
-    """Hands out micro-batches. A loader is one, and says where they come from.
+    """Hands out micro-batches. A loader is a subclass that prepares them.
 
     Args:
-        planner: plans the micro-batches.
+        planner: settings and facts about the model.
         transport: connects the ranks of the planner.
-        device: of the batches.
+        device: device of the batches.
         micro_steps: micro-batches of an optimizer step.
         prefetch: micro-batches that are prepared ahead.
 

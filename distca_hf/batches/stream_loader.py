@@ -1,6 +1,6 @@
-"""Stream loader: from a stream to placed micro-batches. Readers, window and exchanges are in `stream_feed`.
+"""Stream loader: makes placed micro-batches of a stream. Readers, buffer and exchanges are in `stream_feed`.
 
-The position is the one of the micro-batch that was handed out last, however far the background thread has run ahead.
+The loader's position is after the last micro-batch that it handed out, however far the background thread is ahead.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,13 @@ from distca_hf.batches.delivery import Delivery
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import HostPlans, Prefetcher
-from distca_hf.batches.stream_feed import FedBatch, StreamFeed, StreamPosition
+from distca_hf.batches.stream_feed import StreamBatch, StreamFeed, StreamPosition
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.data.positions import check_checksum, check_identity, whole, with_checksum
 from distca_hf.data.rows import Reading
+from distca_hf.data.stream_buffer import MOST_READERS, BufferPlace, StreamBuffer
 from distca_hf.data.streams import StreamSource
-from distca_hf.data.window import MOST_READERS, Window, WindowPlace
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.telemetry import get_logger
@@ -30,9 +30,9 @@ log = get_logger(__name__)
 
 # Version of `state_dict`.
 STATE_VERSION = 1
-# Micro-batches of a window by default, besides those of an optimizer step: enough to fill gaps.
-WINDOW_BATCHES = 3
-# Micro-batches after which waiting counts; the share and the seconds of it that are told.
+# Micro-batches in a buffer by default, in addition to an optimizer step: enough to fill gaps.
+BUFFER_BATCHES = 3
+# Least micro-batches, share of time and seconds of waiting for a warning.
 WAITING_BATCHES, TOLD_WAITING, TOLD_SECONDS = 16, 0.1, 1.0
 
 
@@ -49,12 +49,12 @@ class StreamLoader(Delivery):
 
     Args:
         stream: a `datasets.IterableDataset`, the whole one on every rank; or another iterable of rows with
-            `state_dict` and `load_state_dict`, of this rank's own rows.
+            `state_dict` and `load_state_dict`, which gives this rank's rows.
         planner: settings and facts about the model.
         transport: see `Delivery`.
-        reading_transport: connects the same ranks, for this loader's background thread only.
+        reading_transport: connects the same ranks; used only by this loader's background thread.
         device: of the batches.
-        seed: decides the order of documents within the window.
+        seed: seed of the order of documents in the buffer.
         shuffle: False keeps the stream's order, as far as readers alternate.
         prefetch: micro-batches to prepare ahead, the same number on all ranks; by default the setting of this name.
         micro_steps: micro-batches of an optimizer step; within a step, long documents train together.
@@ -65,7 +65,7 @@ class StreamLoader(Delivery):
         documents_truncated: documents of the micro-batches so far that lost their end to `overlong="truncate"`.
 
     Raises:
-        ConfigError: the window is too small, or the planner shapes steps.
+        ConfigError: the buffer is too small, or the planner shapes steps.
         PackingError: the stream's place cannot be saved.
     """
 
@@ -92,10 +92,10 @@ class StreamLoader(Delivery):
                 "with datasets.Dataset.from_generator(lambda: iter(stream)), and train on that"
             )
         least = (micro_steps + 1) * planner.capacity_tokens
-        self._window_tokens = config.stream_window_tokens or least + (WINDOW_BATCHES - 1) * planner.capacity_tokens
-        if self._window_tokens < least:
+        self._buffer_tokens = config.stream_buffer_tokens or least + (BUFFER_BATCHES - 1) * planner.capacity_tokens
+        if self._buffer_tokens < least:
             raise ConfigError(
-                f"stream_window_tokens={self._window_tokens} is less than {least}: {micro_steps} micro-batches of an "
+                f"stream_buffer_tokens={self._buffer_tokens} is less than {least}: {micro_steps} micro-batches of an "
                 f"optimizer step and one more, of {planner.capacity_tokens} tokens each (ranks x tokens_per_rank). "
                 "Raise it, or leave it out"
             )
@@ -122,7 +122,7 @@ class StreamLoader(Delivery):
     def restart(self) -> None:
         """Begins the stream anew at the next iteration."""
         num_readers = self._transport.world_size
-        self._position = StreamPosition(WindowPlace.beginning(0, num_readers))
+        self._position = StreamPosition(BufferPlace.beginning(0, num_readers))
 
     @property
     def pass_number(self) -> int:
@@ -148,7 +148,7 @@ class StreamLoader(Delivery):
         if isinstance(state, Mapping) and self._source.is_divided_here:
             num_readers = whole("readers", state.get("readers"), least=1, most=MOST_READERS)
         check_identity(state, self._identity(num_readers))
-        place = WindowPlace.read(state, num_readers)
+        place = BufferPlace.read(state, num_readers)
         at = StreamPosition(place, **{name: whole(name, state.get(name)) for name in OF_STEP})
         sizes = {name: whole(name, state.get(name), least=1) for name in self._all_sizes}
         fields = {**self._identity(num_readers), **sizes, **dict.fromkeys(OF_STEP), **place.fields()}
@@ -161,7 +161,7 @@ class StreamLoader(Delivery):
                 "the same sizes"
             )
         if place.is_beginning:  # readers may still be as many as ranks
-            at = replace(at, place=WindowPlace.beginning(place.pass_number, self._transport.world_size))
+            at = replace(at, place=BufferPlace.beginning(place.pass_number, self._transport.world_size))
         elif num_readers != self._transport.world_size:
             log.info(
                 "the stream goes on with its %d readers, dealt to %d ranks%s",
@@ -182,12 +182,12 @@ class StreamLoader(Delivery):
         if not self._logged_division:
             self._logged_division = True
             self._source.log_division(begin.place.num_readers)
-        settings = self._planner.capacity_tokens, self._window_tokens, self._seed, self._shuffle, self._planner.fits
+        settings = self._planner.capacity_tokens, self._buffer_tokens, self._seed, self._shuffle, self._planner.fits
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         try:
             feed = StreamFeed(
-                *(self._source, begin, Window(begin.place, *settings), self._reading_transport, self.preparer),
+                *(self._source, begin, StreamBuffer(begin.place, *settings), self._reading_transport, self.preparer),
                 self._micro_steps,
             )
         except Exception:
@@ -198,21 +198,21 @@ class StreamLoader(Delivery):
         with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
             while True:
                 try:
-                    fed = next(ahead, None)
+                    ready = next(ahead, None)
                 except Exception:
                     Agreement.announce_unable(self._transport, self._position.micro_batches, Occasion.TAKE)
                     raise
-                if fed is None:
+                if ready is None:
                     break
-                batch = self._deliver(fed.prepared, fed.data, self._position.micro_batches, self._facts(fed))
-                self._position = fed.after
-                self.end_of_dataloader = fed.is_last and not self._repeats
-                if fed.is_last:
-                    beginning = WindowPlace.beginning(begin.place.pass_number + 1, self._transport.world_size)
-                    owed = fed.owed if self._repeats else 0
-                    self._position = StreamPosition(beginning, 0, fed.after.micro_batches, owed)
-                self.documents_truncated += fed.truncated
-                self._note_waiting(fed)
+                batch = self._deliver(ready.prepared, ready.data, self._position.micro_batches, self._facts(ready))
+                self._position = ready.after
+                self.end_of_dataloader = ready.is_last and not self._repeats
+                if ready.is_last:
+                    beginning = BufferPlace.beginning(begin.place.pass_number + 1, self._transport.world_size)
+                    owed = ready.owed if self._repeats else 0
+                    self._position = StreamPosition(beginning, 0, ready.after.micro_batches, owed)
+                self.documents_truncated += ready.truncated
+                self._note_waiting(ready)
                 use = batch["distca_plan"].use
                 yield batch
             if self.writes_epochs and use is not None and use.trained:
@@ -220,13 +220,13 @@ class StreamLoader(Delivery):
         if use is None and begin.place.is_beginning:
             raise PackingError("the stream gave no document. Look at what filtered it, or at its files")
 
-    def _facts(self, fed: FedBatch) -> dict[str, object]:
+    def _facts(self, ready: StreamBatch) -> dict[str, object]:
         """Returns facts of the data that ranks must share."""
         return {
             **self._identity(),
             "prefetch": self._prefetch,
-            "stream_window_tokens": self._window_tokens,
-            "contents of documents": fed.contents,
+            "stream_buffer_tokens": self._buffer_tokens,
+            "contents of documents": ready.contents,
         }
 
     def _identity(self, num_readers: int | None = None) -> dict[str, object]:
@@ -241,11 +241,11 @@ class StreamLoader(Delivery):
     @property
     def _all_sizes(self) -> dict[str, int]:
         """Sizes that decide which documents are in a micro-batch."""
-        return {**self._sizes, "window_tokens": self._window_tokens}
+        return {**self._sizes, "buffer_tokens": self._buffer_tokens}
 
-    def _note_waiting(self, fed: FedBatch) -> None:
+    def _note_waiting(self, ready: StreamBatch) -> None:
         """Warns, once, if training waits for the stream; names the rank that reads longest."""
-        self._read_seconds = [sum(pair) for pair in zip(self._read_seconds, fed.read_seconds, strict=True)]
+        self._read_seconds = [sum(pair) for pair in zip(self._read_seconds, ready.read_seconds, strict=True)]
         times = self.times
         if self._warned_of_waiting or times.micro_batches < WAITING_BATCHES:
             return
