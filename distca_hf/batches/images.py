@@ -47,7 +47,7 @@ class ShownImages(NamedTuple):
 
     Attributes:
         mine: images of its batch.
-        most_items: most images and videos that a rank has.
+        most_items: items of the rank that has most.
     """
 
     mine: BatchImages

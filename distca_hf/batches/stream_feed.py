@@ -94,8 +94,8 @@ class StreamFeed:
         self._micro_steps = micro_steps
         self._inputs: Inputs = {}
         self._documents: dict[int, StreamDocument] = {}  # read by this rank and not yet sent, by key
-        self._read_seconds, self._told_seconds = np.zeros(transport.world_size), 0.0
-        self._truncated, self._told_truncated = 0, 0
+        self._read_seconds, self._sent_seconds = np.zeros(transport.world_size), 0.0
+        self._truncated, self._sent_truncated = 0, 0
         places, pass_number = begin.place.readers, begin.place.pass_number
         self._num_readers = len(places)
         # Readers that are not at their end, or of which a document is left.
@@ -111,7 +111,7 @@ class StreamFeed:
                 if reader_rank(number, transport.world_size) == transport.rank
             }
         except BaseException:
-            self._tell_unable()
+            self._announce_unable()
             raise
 
     def micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -127,7 +127,7 @@ class StreamFeed:
         except (PeerLostError, PlanMismatchError, StepTimeoutError):  # the others know
             raise
         except BaseException:  # also if the consumer stops
-            self._tell_unable()
+            self._announce_unable()
             raise
 
     def _micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -193,7 +193,7 @@ class StreamFeed:
             return
         wanted = set(self._begin.place.keys.tolist())
         places = self._begin.place.readers
-        read = self._told(
+        read = self._gathered(
             {
                 reader: self._noted(
                     one.read_again(), reader, places[reader].snapshot.documents, places[reader].has_ended
@@ -212,11 +212,11 @@ class StreamFeed:
         for reader, one in self._readers.items():
             if self._buffer.has_ended(reader):
                 continue
-            snapshot, first = one.snapshot, self._buffer.first_of(reader)
+            snapshot, first = one.snapshot, self._buffer.next_number(reader)
             found = self._noted(one.read(share_tokens), reader, first, one.has_ended)
             read[reader] = replace(found, snapshot=None if one.snapshot is snapshot else one.snapshot)
         self._open = [reader for reader in range(self._num_readers) if not self._buffer.has_ended(reader)]
-        self._buffer.add(self._told(read, number))
+        self._buffer.add(self._gathered(read, number))
 
     def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> NewDocuments:
         """Keeps documents until they are sent; returns what other ranks must know of them."""
@@ -224,7 +224,7 @@ class StreamFeed:
         tokens = np.array([len(one) for one in found], dtype=np.int64)
         return NewDocuments(tokens, np.array([one.checksum for one in found], dtype=np.int64), has_ended)
 
-    def _told(self, read: Mapping[int, NewDocuments], number: int) -> dict[int, NewDocuments]:
+    def _gathered(self, read: Mapping[int, NewDocuments], number: int) -> dict[int, NewDocuments]:
         """Sends all ranks what this rank's readers read; returns what all readers read. A collective call."""
         inputs = next((one.inputs for one in self._readers.values() if one.inputs is not None), None)
         mine = RefillMessage(inputs, read).integers
@@ -247,16 +247,16 @@ class StreamFeed:
         truncated = sum(one.truncated for one in self._readers.values())
         mine = {
             "integers": integers,
-            "read_us": round(1e6 * (seconds - self._told_seconds)),
-            "truncated": truncated - self._told_truncated,
+            "read_us": round(1e6 * (seconds - self._sent_seconds)),
+            "truncated": truncated - self._sent_truncated,
         }
-        self._told_seconds, self._told_truncated = seconds, truncated
+        self._sent_seconds, self._sent_truncated = seconds, truncated
         numbers = Agreement.start(self._transport, Occasion.READ, number, {}, mine).wait(Scope.ROWS)
         self._read_seconds += np.array(numbers["read_us"]) / 1e6
         self._truncated += sum(numbers["truncated"])
         return numbers["integers"]
 
-    def _tell_unable(self) -> None:
+    def _announce_unable(self) -> None:
         """Tells the other ranks, without waiting for them, that this one does not read on."""
         try:
             Agreement.start(self._transport, Occasion.UNABLE, 0, {}, {}, Scope.ROWS)

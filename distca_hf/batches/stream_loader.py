@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distca_hf.batches.delivery import Delivery
+from distca_hf.batches.base_loader import BaseLoader
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import HostPlans, Prefetcher
@@ -33,14 +33,14 @@ STATE_VERSION = 1
 # Micro-batches in a buffer by default, in addition to an optimizer step: enough to fill gaps.
 BUFFER_BATCHES = 3
 # Least micro-batches, share of time and seconds of waiting for a warning.
-WAITING_BATCHES, TOLD_WAITING, TOLD_SECONDS = 16, 0.1, 1.0
+WAITING_BATCHES, WAITING_SHARE, WAITING_SECONDS = 16, 0.1, 1.0
 
 
 # Fields of a position within its optimizer step.
 OF_STEP = ("into_step", "micro_batches", "step_batches")
 
 
-class StreamLoader(Delivery):
+class StreamLoader(BaseLoader):
     """Iterates over placed micro-batches of a stream, like `PlacedLoader`.
 
     One iteration is one pass through the stream, or its rest: every document exactly once. It has no length, and an
@@ -51,7 +51,7 @@ class StreamLoader(Delivery):
         stream: a `datasets.IterableDataset`, the whole one on every rank; or another iterable of rows with
             `state_dict` and `load_state_dict`, which gives this rank's rows.
         planner: settings and facts about the model.
-        transport: see `Delivery`.
+        transport: see `BaseLoader`.
         reading_transport: connects the same ranks; used only by this loader's background thread.
         device: of the batches.
         seed: seed of the order of documents in the buffer.
@@ -249,7 +249,7 @@ class StreamLoader(Delivery):
         times = self.times
         if self._warned_of_waiting or times.micro_batches < WAITING_BATCHES:
             return
-        if times.wait_share < TOLD_WAITING or times.wait_seconds < TOLD_SECONDS:
+        if times.wait_share < WAITING_SHARE or times.wait_seconds < WAITING_SECONDS:
             return
         self._warned_of_waiting = True
         slowest = max(range(len(self._read_seconds)), key=self._read_seconds.__getitem__)

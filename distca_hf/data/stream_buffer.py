@@ -192,7 +192,7 @@ class StreamBuffer:
         """Returns whether a reader has no more documents."""
         return self._ended[reader]
 
-    def first_of(self, reader: int) -> int:
+    def next_number(self, reader: int) -> int:
         """Returns the number of the next document of a reader."""
         return self._read[reader]
 

@@ -34,7 +34,7 @@ from distca_hf.runtime.moved_images import FeatureForm, Features
 
 # Argument of forward that takes features instead of pixels, and the features that are moved.
 OUTPUTS, FEATURES = "mm_encoder_outputs", ("pooler_output", "deepstack_features")
-# Further arguments of `get_image_features`, equal for all images.
+# Further arguments of `get_image_features`, which are the same for all images.
 CHOICES = ("vision_feature_layer", "vision_feature_select_strategy")
 # Names of sizes in configurations of towers.
 WIDTHS, DEPTHS = ("hidden_size", "embed_dim", "embed_hidden_size"), ("num_hidden_layers", "depth")

@@ -105,8 +105,8 @@ class TowerBorders:
 
         Args:
             shown: images of the batch; None if they stay.
-            every_rank: whether every rank must run its tower, because others would wait for it.
-            differentiates: whether gradients of features are needed; the same on all ranks.
+            every_rank: whether a rank that computes an image waits for the towers of all others.
+            differentiates: whether towers, or what follows them, need gradients; the same on all ranks.
         """
         self._shown, self._is_open = shown, shown is not None
         self._every_rank, self._differentiates = every_rank, differentiates and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Delivery: base of loaders, which hands out placed micro-batches once all ranks have agreed to take the same one."""
+"""Base of loaders: hands out placed micro-batches, once all ranks have agreed to take the same one."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 UNUSED_BATCHES = 4
 
 
-class Delivery:
+class BaseLoader:
     """Hands out micro-batches. A loader is a subclass that prepares them.
 
     Args:
