@@ -203,7 +203,7 @@ class RunReport:
         known = f"{count(len(lengths), 'document')}, {int(lengths.sum()):,} tokens"
         if data.per_epoch is None:
             return (
-                f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; a stream; its first buffer: "
+                f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; a stream; read ahead: "
                 f"{known}, longest {int(lengths.max()):,} of {data.planner.capacity_tokens:,} possible"
             )
         if self._steps_per_epoch is not None or data.micro_steps > 1:

@@ -43,9 +43,9 @@ OF_STEP = ("into_step", "micro_batches", "step_batches")
 class StreamLoader(BaseLoader):
     """Iterates over placed micro-batches of a stream, like `PlacedLoader`.
 
-    One iteration is one pass through the stream, or its rest: every document exactly once. It has no length, and an
-    endless stream has no end. The next iteration goes on where the last one stopped. If it repeats, an iteration has
-    no end: pass follows pass, and a step that one pass cannot fill is filled from the next.
+    One iteration is one pass through the stream, or its rest: every document exactly once. The loader has no length. The
+    next iteration goes on where the last one stopped. If the loader repeats, an iteration has no end: pass follows pass,
+    and a step that one pass cannot fill is filled from the next.
 
     Args:
         stream: a `datasets.IterableDataset`, the whole one on every rank; or another iterable of rows with
@@ -53,7 +53,7 @@ class StreamLoader(BaseLoader):
         planner: settings and facts about the model.
         transport: see `BaseLoader`.
         reading_transport: connects the same ranks; used only by this loader's background thread.
-        device: of the batches.
+        device: device of the batches.
         seed: seed of the order of documents in the buffer.
         shuffle: False keeps the stream's order, as far as readers alternate.
         prefetch: micro-batches to prepare ahead, the same number on all ranks; by default the setting of this name.
@@ -121,12 +121,11 @@ class StreamLoader(BaseLoader):
 
     def restart(self) -> None:
         """Begins the stream anew at the next iteration."""
-        num_readers = self._transport.world_size
-        self._position = StreamPosition(BufferPlace.beginning(0, num_readers))
+        self._position = StreamPosition(BufferPlace.beginning(0, self._transport.world_size))
 
     @property
     def pass_number(self) -> int:
-        """Number of the present pass through the stream, counted from 0."""
+        """Number of the current pass through the stream, counted from 0."""
         return self._position.place.pass_number
 
     def state_dict(self) -> dict[str, object]:
@@ -141,8 +140,8 @@ class StreamLoader(BaseLoader):
 
         Raises:
             ConfigError: a field is missing, wrong or changed; or the state is from another stream or seed, or from the
-                middle of an optimizer step of other sizes; or each rank gives its own part of the stream, and there
-                were as many parts as other ranks.
+                middle of an optimizer step of other sizes; or each rank gives its own part of the stream, and the
+                number of ranks has changed.
         """
         num_readers = self._position.place.num_readers
         if isinstance(state, Mapping) and self._source.is_divided_here:
@@ -172,7 +171,7 @@ class StreamLoader(BaseLoader):
         self._position = at
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yields the micro-batches from the loader's position to the end of the pass, or on and on."""
+        """Yields micro-batches from the loader's position to the end of the pass; without end if the loader repeats."""
         yield from self._of_pass()
         while self._repeats:
             yield from self._of_pass()
