@@ -43,9 +43,9 @@ OF_STEP = ("into_step", "micro_batches", "step_batches")
 class StreamLoader(BaseLoader):
     """Iterates over placed micro-batches of a stream, like `PlacedLoader`.
 
-    One iteration is one pass through the stream, or its rest: every document exactly once. The loader has no length. The
-    next iteration goes on where the last one stopped. If the loader repeats, an iteration has no end: pass follows pass,
-    and a step that one pass cannot fill is filled from the next.
+    One iteration is one pass through the stream, or its rest: every document exactly once. The loader has no length.
+    The next iteration goes on where the last one stopped. If the loader repeats, an iteration has no end: pass follows
+    pass, and a step that one pass cannot fill is filled from the next.
 
     Args:
         stream: a `datasets.IterableDataset`, the whole one on every rank; or another iterable of rows with
@@ -171,7 +171,7 @@ class StreamLoader(BaseLoader):
         self._position = at
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yields micro-batches from the loader's position to the end of the pass; without end if the loader repeats."""
+        """Yields micro-batches from the loader's position to the end of the pass, or without end if it repeats."""
         yield from self._of_pass()
         while self._repeats:
             yield from self._of_pass()
