@@ -3,8 +3,7 @@
     read ──▶ lengths of all ranks ──▶ buffer ──▶ optimizer step ──▶ placement, plan ──▶ tokens travel ──▶ micro-batch
              one gather per refill                                                     one exchange
 
-Before each micro-batch and each refill, ranks agree to read on. So the others learn if a rank fails or stops. All this
-uses a separate transport, because its exchanges come at any time between those of training.
+Before each micro-batch and each refill ranks agree to read on. So a rank that cannot, or that stops, tells the others.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -94,8 +93,8 @@ class StreamFeed:
         self._micro_steps = micro_steps
         self._inputs: Inputs = {}
         self._documents: dict[int, StreamDocument] = {}  # read by this rank and not yet sent, by key
-        self._read_seconds, self._sent_seconds = np.zeros(transport.world_size), 0.0
-        self._truncated, self._sent_truncated = 0, 0
+        self._read_seconds, self._told_seconds = np.zeros(transport.world_size), 0.0
+        self._truncated, self._told_truncated = 0, 0
         places, pass_number = begin.place.readers, begin.place.pass_number
         self._num_readers = len(places)
         # Readers that are not at their end, or of which a document is left.
@@ -111,7 +110,7 @@ class StreamFeed:
                 if reader_rank(number, transport.world_size) == transport.rank
             }
         except BaseException:
-            self._announce_unable()
+            self._tell_unable()
             raise
 
     def micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -127,7 +126,7 @@ class StreamFeed:
         except (PeerLostError, PlanMismatchError, StepTimeoutError):  # the others know
             raise
         except BaseException:  # also if the consumer stops
-            self._announce_unable()
+            self._tell_unable()
             raise
 
     def _micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -160,7 +159,7 @@ class StreamFeed:
                 keys, cursor = step.keys[chosen], Cursor(place.pass_number, number)
                 prepared = self._plans.plan(cursor, keys, step.tokens[chosen], divided.layout(index))
                 plan_seconds = perf_counter() - began
-                prepared = replace(self._with_rows(prepared, keys), plan_seconds=plan_seconds)
+                fed = replace(self._with_rows(prepared, keys), plan_seconds=plan_seconds)
                 number += 1
                 is_end = index + 1 == divided.num_micro_batches
                 within = StreamPosition(place, index + 1, number, step_batches)
@@ -168,7 +167,7 @@ class StreamFeed:
                 read_seconds, self._read_seconds = self._read_seconds, np.zeros_like(self._read_seconds)
                 truncated, self._truncated = self._truncated, 0
                 yield StreamBatch(
-                    prepared=prepared,
+                    prepared=fed,
                     data=data,
                     after=position,
                     contents=int(np.bitwise_xor.reduce(step.checksums[chosen])),
@@ -193,7 +192,7 @@ class StreamFeed:
             return
         wanted = set(self._begin.place.keys.tolist())
         places = self._begin.place.readers
-        read = self._gathered(
+        read = self._told(
             {
                 reader: self._noted(
                     one.read_again(), reader, places[reader].snapshot.documents, places[reader].has_ended
@@ -216,7 +215,7 @@ class StreamFeed:
             found = self._noted(one.read(share_tokens), reader, first, one.has_ended)
             read[reader] = replace(found, snapshot=None if one.snapshot is snapshot else one.snapshot)
         self._open = [reader for reader in range(self._num_readers) if not self._buffer.has_ended(reader)]
-        self._buffer.add(self._gathered(read, number))
+        self._buffer.add(self._told(read, number))
 
     def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> NewDocuments:
         """Keeps documents until they are sent; returns what other ranks must know of them."""
@@ -224,7 +223,7 @@ class StreamFeed:
         tokens = np.array([len(one) for one in found], dtype=np.int64)
         return NewDocuments(tokens, np.array([one.checksum for one in found], dtype=np.int64), has_ended)
 
-    def _gathered(self, read: Mapping[int, NewDocuments], number: int) -> dict[int, NewDocuments]:
+    def _told(self, read: Mapping[int, NewDocuments], number: int) -> dict[int, NewDocuments]:
         """Sends all ranks what this rank's readers read; returns what all readers read. A collective call."""
         inputs = next((one.inputs for one in self._readers.values() if one.inputs is not None), None)
         mine = RefillMessage(inputs, read).integers
@@ -247,16 +246,16 @@ class StreamFeed:
         truncated = sum(one.truncated for one in self._readers.values())
         mine = {
             "integers": integers,
-            "read_us": round(1e6 * (seconds - self._sent_seconds)),
-            "truncated": truncated - self._sent_truncated,
+            "read_us": round(1e6 * (seconds - self._told_seconds)),
+            "truncated": truncated - self._told_truncated,
         }
-        self._sent_seconds, self._sent_truncated = seconds, truncated
+        self._told_seconds, self._told_truncated = seconds, truncated
         numbers = Agreement.start(self._transport, Occasion.READ, number, {}, mine).wait(Scope.ROWS)
         self._read_seconds += np.array(numbers["read_us"]) / 1e6
         self._truncated += sum(numbers["truncated"])
         return numbers["integers"]
 
-    def _announce_unable(self) -> None:
+    def _tell_unable(self) -> None:
         """Tells the other ranks, without waiting for them, that this one does not read on."""
         try:
             Agreement.start(self._transport, Occasion.UNABLE, 0, {}, {}, Scope.ROWS)

@@ -197,21 +197,21 @@ class StreamLoader(BaseLoader):
         with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
             while True:
                 try:
-                    ready = next(ahead, None)
+                    fed = next(ahead, None)
                 except Exception:
                     Agreement.announce_unable(self._transport, self._position.micro_batches, Occasion.TAKE)
                     raise
-                if ready is None:
+                if fed is None:
                     break
-                batch = self._deliver(ready.prepared, ready.data, self._position.micro_batches, self._facts(ready))
-                self._position = ready.after
-                self.end_of_dataloader = ready.is_last and not self._repeats
-                if ready.is_last:
+                batch = self._deliver(fed.prepared, fed.data, self._position.micro_batches, self._facts(fed))
+                self._position = fed.after
+                self.end_of_dataloader = fed.is_last and not self._repeats
+                if fed.is_last:
                     beginning = BufferPlace.beginning(begin.place.pass_number + 1, self._transport.world_size)
-                    owed = ready.owed if self._repeats else 0
-                    self._position = StreamPosition(beginning, 0, ready.after.micro_batches, owed)
-                self.documents_truncated += ready.truncated
-                self._note_waiting(ready)
+                    owed = fed.owed if self._repeats else 0
+                    self._position = StreamPosition(beginning, 0, fed.after.micro_batches, owed)
+                self.documents_truncated += fed.truncated
+                self._note_waiting(fed)
                 use = batch["distca_plan"].use
                 yield batch
             if self.writes_epochs and use is not None and use.trained:
@@ -219,13 +219,13 @@ class StreamLoader(BaseLoader):
         if use is None and begin.place.is_beginning:
             raise PackingError("the stream gave no document. Look at what filtered it, or at its files")
 
-    def _facts(self, ready: StreamBatch) -> dict[str, object]:
+    def _facts(self, fed: StreamBatch) -> dict[str, object]:
         """Returns facts of the data that ranks must share."""
         return {
             **self._identity(),
             "prefetch": self._prefetch,
             "stream_buffer_tokens": self._buffer_tokens,
-            "contents of documents": ready.contents,
+            "contents of documents": fed.contents,
         }
 
     def _identity(self, num_readers: int | None = None) -> dict[str, object]:
@@ -242,9 +242,9 @@ class StreamLoader(BaseLoader):
         """Sizes that decide which documents are in a micro-batch."""
         return {**self._sizes, "buffer_tokens": self._buffer_tokens}
 
-    def _note_waiting(self, ready: StreamBatch) -> None:
+    def _note_waiting(self, fed: StreamBatch) -> None:
         """Warns, once, if training waits for the stream; names the rank that reads longest."""
-        self._read_seconds = [sum(pair) for pair in zip(self._read_seconds, ready.read_seconds, strict=True)]
+        self._read_seconds = [sum(pair) for pair in zip(self._read_seconds, fed.read_seconds, strict=True)]
         times = self.times
         if self._warned_of_waiting or times.micro_batches < WAITING_BATCHES:
             return
