@@ -171,10 +171,10 @@ class DistCAConfig(Settings):
         "Documents longer than ranks x tokens_per_rank: refuse them (error), cut each into several documents "
         "(split), or keep its beginning (truncate).",
     )
-    stream_window_tokens: int = _setting(
+    stream_buffer_tokens: int = _setting(
         0,
-        "Placed batches of a stream: tokens of documents that all ranks know ahead, to fill batches from. 0: those of "
-        "an optimizer step and three more batches.",
+        "Placed batches of a stream: tokens of documents that are read ahead, to fill batches from. 0: an optimizer "
+        "step and three more batches.",
         at_least=0,
     )
     skip_bad_rows: bool = _setting(

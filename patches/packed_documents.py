@@ -1,12 +1,12 @@
-"""Passes with a plan do not wait for the device to find packed documents, which their plan has.
+"""Passes with a plan do not wait for the device to find packed documents: their plan has them.
 
-For every pass without a mask or a cache, Transformers looks for the borders of documents in positions, and asks the
-device whether there are any. The host then waits until the device has done all work before, and cannot queue the first
-layers while the device is busy with the pass before.
+In every pass without a mask or a cache, Transformers looks for document boundaries in positions on the device, and
+reads from there whether it found any. So the host waits until the device has finished all earlier work, and cannot
+queue the first layers meanwhile.
 
 Upstream: `transformers.masking_utils.find_packed_sequence_indices`. Only a mask of four dimensions, or an attention
-implementation without a mask function, skips it; then models could not be refused whose masks show more than causal
-documents.
+implementation without a mask function, skips it; but then distca_hf could not refuse models whose masks show more
+than causal documents.
 """
 
 import sys
@@ -19,7 +19,7 @@ from distca_hf.patches import Patch
 
 
 def _unless_planned(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    """Returns a function that finds no packed documents for models that pass a plan on to their layers."""
+    """Returns `find`, which is skipped if the model passes a plan on to its layers."""
     from distca_hf.integrations.mask import passes_on_a_plan
 
     @wraps(find)

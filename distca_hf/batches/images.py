@@ -1,9 +1,9 @@
-"""Images of a batch: their sizes, as ranks show them to each other before towers run.
+"""Images of a batch: their sizes, which ranks exchange before towers run.
 
     patches    pixel_values [patches, features]    image_grid_thw [images, 3]    Qwen-VL; videos alike
     whole      pixel_values [images, C, H, W]      image_sizes [images, 2] if images are padded (Mistral 3), or none
 
-Sizes are read on the host together with documents, and checked there. Batches in other forms keep their images.
+Sizes are read and checked on the host, together with documents. Images of batches in other forms stay.
 """
 
 import enum
@@ -36,7 +36,8 @@ class BatchImages(NamedTuple):
 
     Attributes:
         num_images: number of images; videos follow them.
-        sizes: `[items, 3]` patches over time, height and width of each; 1, height and width in pixels of whole images.
+        sizes: `[items, 3]` numbers of patches over time, height and width; for whole images 1, height and width in
+            pixels.
     """
 
     num_images: int
@@ -72,9 +73,9 @@ class PixelForm(NamedTuple):
 
     Attributes:
         kind: what a row of pixels is.
-        dtype: of pixels.
-        room: shape of a row; of whole images the largest one of all ranks.
-        is_alike: whether it is the same on all ranks.
+        dtype: dtype of pixels.
+        room: shape of a row; for whole images, the largest height and width on any rank.
+        is_alike: whether all ranks have this shape.
     """
 
     kind: PixelKind
@@ -92,10 +93,10 @@ NO_IMAGES = BatchImages(0, np.zeros((0, 3), dtype=np.int64))
 
 
 def images_of(batch: Mapping[str, Any], has_sizes: bool) -> BatchImages | None:
-    """Returns the images of a batch whose sizes are on the host; None if they have an unknown form.
+    """Returns the images of a batch, whose sizes are on the host; None if their form is unknown.
 
     Args:
-        has_sizes: see `Placeholders`: other towers mean something else by `image_sizes`.
+        has_sizes: see `Placeholders`; for other towers `image_sizes` means something else.
 
     Raises:
         PackingError: an image has another size than its grid, or its entry of `image_sizes`, says.
@@ -172,11 +173,11 @@ def gather_images(
     """Returns the images of each rank, and the form of their pixels. A collective call.
 
     Args:
-        batch: of this rank.
+        batch: this rank's batch.
         where: names the pass in messages.
 
     Raises:
-        PackingError: ranks hold pixels of different dtypes or shapes: their processors differ.
+        PackingError: ranks hold pixels of different dtypes or shapes, because their processors differ.
     """
     num_images, sizes = shown.mine
     values = [num_images, len(sizes), *_form_of(batch), *sizes.flatten().tolist()]
@@ -207,7 +208,7 @@ def gather_images(
 
 
 def _form_of(batch: Mapping[str, Any]) -> list[int]:
-    """Returns dtype, kind, axes and shape of pixels; zeros without any."""
+    """Returns dtype, kind, number of axes and shape of pixels; zeros without pixels."""
     for media in (IMAGES, VIDEOS):
         pixels = batch.get(media.values)
         if pixels is not None and pixels.numel():

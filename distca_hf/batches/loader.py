@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from distca_hf.batches.delivery import Delivery
+from distca_hf.batches.base_loader import BaseLoader
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Preparer
@@ -42,7 +42,7 @@ log = get_logger(__name__)
 STATE_VERSION = 4
 
 
-class PlacedLoader(Delivery):
+class PlacedLoader(BaseLoader):
     """Iterates over placed micro-batches: dicts that a Transformers model takes as they are.
 
     `input_ids`, `position_ids`, `shift_labels`, `labels`, `attention_mask` (0 in padding rows): int64 `[1, rows]` on

@@ -99,7 +99,7 @@ class Prepared:
 
 @dataclass(kw_only=True)
 class HostPlans:
-    """Plans micro-batches, and gives them the rows of one rank."""
+    """Plans micro-batches on the host, and adds the rows of one rank."""
 
     planner: PlacedPlanner
     rank: int
@@ -135,7 +135,7 @@ class HostPlans:
         return replace(prepared, columns=columns, label_tokens=rows.num_labels, cuts=cuts)
 
     def use_device(self) -> None:
-        """Makes this thread pin memory in the context of its GPU: without it, pinning would open one on the first."""
+        """Makes this thread use its GPU. Otherwise pinning memory would open a context on the first GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -280,9 +280,9 @@ class Prefetcher(Generic[Item]):
     The thread ends with its iterator, when the consumer stops, or with the main thread. A daemon thread would be cut
     off in the middle of a call, which may abort the process.
 
-    Items whose making is collective (`in_step`) are made on all ranks, or on none: when the consumer stops, the thread
-    first makes what it was asked for, and then closes the iterator. Consumers that take the same number of items have
-    asked for the same number. Other items need no process group.
+    If `make()` has collective calls (`in_step`), an item is made on all ranks or on none: when the consumer stops, the
+    thread first makes what it was asked for, and then closes the iterator. Consumers that take equally many items have
+    asked for equally many. Without `in_step`, the thread must not use a process group.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class PlacedData:
         micro_batches: those of the epoch, or of its rest.
         first: index of the next one.
         micro_steps: micro-batches of an optimizer step within which documents are divided anew.
-        per_epoch: micro-batches of a whole epoch; None for a stream, of which only the window is known.
+        per_epoch: micro-batches of a whole epoch; None for a stream, of which only the buffer is known.
     """
 
     planner: PlacedPlanner
@@ -203,7 +203,7 @@ class RunReport:
         known = f"{count(len(lengths), 'document')}, {int(lengths.sum()):,} tokens"
         if data.per_epoch is None:
             return (
-                f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; a stream; its first window: "
+                f"{ranks} x {self._config.tokens_per_rank:,} tokens{each} {nodes}; a stream; read ahead: "
                 f"{known}, longest {int(lengths.max()):,} of {data.planner.capacity_tokens:,} possible"
             )
         if self._steps_per_epoch is not None or data.micro_steps > 1:

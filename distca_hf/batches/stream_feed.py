@@ -1,6 +1,6 @@
-"""Stream feed: reads, fills the window and prepares micro-batches, in a background thread with its own transport.
+"""Stream feed: reads a stream, fills the buffer and prepares micro-batches, in a background thread.
 
-    read ──▶ lengths of all ranks ──▶ window ──▶ optimizer step ──▶ placement, plan ──▶ tokens travel ──▶ micro-batch
+    read ──▶ lengths of all ranks ──▶ buffer ──▶ optimizer step ──▶ placement, plan ──▶ tokens travel ──▶ micro-batch
              one gather per refill                                                     one exchange
 
 Before each micro-batch and each refill ranks agree to read on, and on what. So a rank that cannot, or that stops,
@@ -23,9 +23,9 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.data.collate import collate
-from distca_hf.data.readers import Reader, StreamDocument
+from distca_hf.data.readers import StreamDocument, StreamReader
+from distca_hf.data.stream_buffer import NO_DOCUMENTS, BufferPlace, NewDocuments, StreamBuffer, keys_of
 from distca_hf.data.streams import StreamSource
-from distca_hf.data.window import NO_DOCUMENTS, NewDocuments, Window, WindowPlace, keys_of
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError, StepTimeoutError
 from distca_hf.layout import Layout
 
@@ -35,13 +35,13 @@ class StreamPosition:
     """The next micro-batch of a stream.
 
     Attributes:
-        place: of the window, before the optimizer step of this micro-batch.
+        place: place of the buffer before the optimizer step of this micro-batch.
         into_step: micro-batches of that step that come before it.
-        micro_batches: handed out before, in all passes.
-        step_batches: micro-batches of that step, if the rest of it came before, in the last pass; 0: all of them.
+        micro_batches: number of micro-batches before it, in all passes.
+        step_batches: micro-batches of that step in this pass, if the pass before had the others; 0: all of them.
     """
 
-    place: WindowPlace
+    place: BufferPlace
     into_step: int = 0
     micro_batches: int = 0
     step_batches: int = 0
@@ -54,13 +54,13 @@ class StreamPosition:
 
 
 @dataclass(frozen=True, eq=False)
-class FedBatch:
+class StreamBatch:
     """A micro-batch, and the position after it.
 
     Attributes:
         contents: checksum of its documents.
-        read_seconds: seconds that each rank has spent reading, since the last micro-batch.
-        truncated: documents that all readers cut since then.
+        read_seconds: seconds that each rank has spent reading since the last micro-batch.
+        truncated: documents that all readers have truncated since then.
         is_last: whether the pass ends with it.
         owed: micro-batches that the last optimizer step of the pass lacks.
     """
@@ -78,33 +78,33 @@ class FedBatch:
 class StreamFeed:
     """Makes the micro-batches of one pass through a stream, from a position on.
 
-    Making one opens this rank's readers, in the thread that trains.
+    The constructor opens this rank's readers, in the training thread.
 
     Args:
-        window: at the place of the position.
-        transport: for this feed's thread only.
+        buffer: buffer at that position.
+        transport: used only by the background thread.
         plans: plans micro-batches; its planner may be replaced meanwhile.
         facts: what must be the same on all ranks, by name.
 
     Raises:
-        PackingError, ConfigError: see `Reader`.
+        PackingError, ConfigError: see `StreamReader`.
     """
 
     def __init__(
         self,
         source: StreamSource,
         begin: StreamPosition,
-        window: Window,
+        buffer: StreamBuffer,
         transport: Transport,
         plans: HostPlans,
         micro_steps: int,
         facts: Mapping[str, object],
     ) -> None:
-        self._begin, self._window, self._transport, self._plans = begin, window, transport, plans
+        self._begin, self._buffer, self._transport, self._plans = begin, buffer, transport, plans
         self._micro_steps = micro_steps
         self._facts = {**facts, "position in the stream": begin.in_words()}
         self._inputs: Inputs = {}
-        self._documents: dict[int, StreamDocument] = {}  # those that this rank has read and not yet sent
+        self._documents: dict[int, StreamDocument] = {}  # read by this rank and not yet sent, by key
         self._read_seconds, self._told_seconds = np.zeros(transport.world_size), 0.0
         self._truncated, self._told_truncated = 0, 0
         places, pass_number = begin.place.readers, begin.place.pass_number
@@ -113,11 +113,11 @@ class StreamFeed:
         self._open = [
             number
             for number, place in enumerate(places)
-            if not place.has_ended or place.mark.documents < place.documents
+            if not place.has_ended or place.snapshot.documents < place.documents
         ]
         try:
             self._readers = {
-                number: Reader(source, number, self._num_readers, pass_number, places[number])
+                number: StreamReader(source, number, self._num_readers, pass_number, places[number])
                 for number in self._open
                 if reader_rank(number, transport.world_size) == transport.rank
             }
@@ -125,7 +125,7 @@ class StreamFeed:
             self._tell_unable()
             raise
 
-    def micro_batches(self) -> Generator[FedBatch, None, None]:
+    def micro_batches(self) -> Generator[StreamBatch, None, None]:
         """Yields micro-batches to the end of the pass. Ranks that close this generator must do so after the same one.
 
         Raises:
@@ -141,28 +141,28 @@ class StreamFeed:
             self._tell_unable()
             raise
 
-    def _micro_batches(self) -> Generator[FedBatch, None, None]:
-        window, number = self._window, self._begin.micro_batches
+    def _micro_batches(self) -> Generator[StreamBatch, None, None]:
+        buffer, number = self._buffer, self._begin.micro_batches
         place, into_step, step_batches = self._begin.place, self._begin.into_step, self._begin.step_batches
         self._restore(number)
         while True:
-            while share_tokens := window.share_tokens():
+            while share_tokens := buffer.share_tokens():
                 self._refill(share_tokens, number)
             wanted = step_batches or self._micro_steps
-            step = window.take(wanted)
+            step = buffer.take(wanted)
             if step is None:
                 return
             # 1. The optimizer step, as the other loaders divide it.
             divided = self._plans.planner.regroup(step.packed, step.tokens, self._micro_steps)
             data = PlacedData(
                 planner=self._plans.planner,
-                document_tokens=np.concatenate([step.tokens, window.document_tokens]),
+                document_tokens=np.concatenate([step.tokens, buffer.document_tokens]),
                 micro_batches=copy(divided),
                 first=0,
                 micro_steps=self._micro_steps,
                 per_epoch=None,
             )
-            after = window.place()
+            after = buffer.place()
             # 2. Its micro-batches.
             for index in range(into_step, divided.num_micro_batches):
                 began = perf_counter()
@@ -179,14 +179,14 @@ class StreamFeed:
                 position = StreamPosition(after, 0, number) if is_end else within
                 read_seconds, self._read_seconds = self._read_seconds, np.zeros_like(self._read_seconds)
                 truncated, self._truncated = self._truncated, 0
-                yield FedBatch(
+                yield StreamBatch(
                     prepared=fed,
                     data=data,
                     after=position,
                     contents=int(np.bitwise_xor.reduce(step.checksums[chosen])),
                     read_seconds=read_seconds.tolist(),
                     truncated=truncated,
-                    is_last=is_end and window.is_at_end,
+                    is_last=is_end and buffer.is_at_end,
                     owed=wanted - divided.num_micro_batches,
                 )
             for key in step.keys.tolist():
@@ -200,30 +200,32 @@ class StreamFeed:
         return self._plans.with_rows(prepared, collate(layout, self._transport.rank, keys, received), [])
 
     def _restore(self, number: int) -> None:
-        """Reads again what was read and not trained when the position was saved."""
+        """Reads the documents again that were read and not trained when the position was saved."""
         if self._begin.place.is_beginning:
             return
         wanted = set(self._begin.place.keys.tolist())
         places = self._begin.place.readers
         read = self._told(
             {
-                reader: self._noted(one.read_again(), reader, places[reader].mark.documents, places[reader].has_ended)
+                reader: self._noted(
+                    one.read_again(), reader, places[reader].snapshot.documents, places[reader].has_ended
+                )
                 for reader, one in self._readers.items()
             },
             number,
             "what was read ahead",
         )
         nothing = NewDocuments(NO_DOCUMENTS, NO_DOCUMENTS, True)
-        self._window.restore([read.get(reader, nothing) for reader in range(self._num_readers)])
+        self._buffer.restore([read.get(reader, nothing) for reader in range(self._num_readers)])
         self._documents = {key: one for key, one in self._documents.items() if key in wanted}
 
     def _refill(self, share_tokens: int, number: int) -> None:
-        """Lets every reader read, and adds the documents of all ranks to the window."""
+        """Lets every reader read, and adds the documents of all ranks to the buffer."""
         read = {}
         for reader, one in self._readers.items():
-            if self._window.has_ended(reader):
+            if self._buffer.has_ended(reader):
                 continue
-            mark, first = one.mark, self._window.first_of(reader)
+            snapshot, first = one.snapshot, self._buffer.next_number(reader)
             found = self._noted(one.read(share_tokens), reader, first, one.has_ended)
             read[reader] = replace(found, mark=None if one.mark is mark else one.mark)
         self._open = [reader for reader in range(self._num_readers) if not self._window.has_ended(reader)]

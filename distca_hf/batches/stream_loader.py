@@ -1,6 +1,6 @@
-"""Stream loader: from a stream to placed micro-batches. Readers, window and exchanges are in `stream_feed`.
+"""Stream loader: makes placed micro-batches of a stream. Readers, buffer and exchanges are in `stream_feed`.
 
-The position is the one of the micro-batch that was handed out last, however far the background thread has run ahead.
+The loader's position is after the last micro-batch that it handed out, however far the background thread is ahead.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,13 @@ from distca_hf.batches.delivery import Delivery
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import HostPlans, Prefetcher
-from distca_hf.batches.stream_feed import FedBatch, StreamFeed, StreamPosition
+from distca_hf.batches.stream_feed import StreamBatch, StreamFeed, StreamPosition
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.data.positions import check_checksum, check_identity, whole, with_checksum
 from distca_hf.data.rows import Reading
+from distca_hf.data.stream_buffer import MOST_READERS, BufferPlace, StreamBuffer
 from distca_hf.data.streams import StreamSource
-from distca_hf.data.window import MOST_READERS, Window, WindowPlace
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.telemetry import get_logger
@@ -31,31 +31,31 @@ log = get_logger(__name__)
 
 # Version of `state_dict`.
 STATE_VERSION = 1
-# Micro-batches of a window by default, besides those of an optimizer step: enough to fill gaps.
-WINDOW_BATCHES = 3
-# Micro-batches after which waiting counts; the share and the seconds of it that are told.
-WAITING_BATCHES, TOLD_WAITING, TOLD_SECONDS = 16, 0.1, 1.0
+# Micro-batches in a buffer by default, in addition to an optimizer step: enough to fill gaps.
+BUFFER_BATCHES = 3
+# Least micro-batches, share of time and seconds of waiting for a warning.
+WAITING_BATCHES, WAITING_SHARE, WAITING_SECONDS = 16, 0.1, 1.0
 
 
 # Fields of a position within its optimizer step.
 OF_STEP = ("into_step", "micro_batches", "step_batches")
 
 
-class StreamLoader(Delivery):
+class StreamLoader(BaseLoader):
     """Iterates over placed micro-batches of a stream, like `PlacedLoader`.
 
-    One iteration is one pass through the stream, or its rest: every document exactly once. It has no length, and an
-    endless stream has no end. The next iteration goes on where the last one stopped. If it repeats, an iteration has
-    no end: pass follows pass, and a step that one pass cannot fill is filled from the next.
+    One iteration is one pass through the stream, or its rest: every document exactly once. The loader has no length.
+    The next iteration goes on where the last one stopped. If the loader repeats, an iteration has no end: pass follows
+    pass, and a step that one pass cannot fill is filled from the next.
 
     Args:
         stream: a `datasets.IterableDataset`, the whole one on every rank; or another iterable of rows with
-            `state_dict` and `load_state_dict`, of this rank's own rows.
+            `state_dict` and `load_state_dict`, which gives this rank's rows.
         planner: settings and facts about the model.
-        transport: see `Delivery`.
-        reading_transport: connects the same ranks, for this loader's background thread only.
-        device: of the batches.
-        seed: decides the order of documents within the window.
+        transport: see `BaseLoader`.
+        reading_transport: connects the same ranks; used only by this loader's background thread.
+        device: device of the batches.
+        seed: seed of the order of documents in the buffer.
         shuffle: False keeps the stream's order, as far as readers alternate.
         prefetch: micro-batches to prepare ahead, the same number on all ranks; by default the setting of this name.
         micro_steps: micro-batches of an optimizer step; within a step, long documents train together.
@@ -66,7 +66,7 @@ class StreamLoader(Delivery):
         documents_truncated: documents of the micro-batches so far that lost their end to `overlong="truncate"`.
 
     Raises:
-        ConfigError: the window is too small, or the planner shapes steps.
+        ConfigError: the buffer is too small, or the planner shapes steps.
         PackingError: the stream's place cannot be saved.
     """
 
@@ -93,10 +93,10 @@ class StreamLoader(Delivery):
                 "with datasets.Dataset.from_generator(lambda: iter(stream)), and train on that"
             )
         least = (micro_steps + 1) * planner.capacity_tokens
-        self._window_tokens = config.stream_window_tokens or least + (WINDOW_BATCHES - 1) * planner.capacity_tokens
-        if self._window_tokens < least:
+        self._buffer_tokens = config.stream_buffer_tokens or least + (BUFFER_BATCHES - 1) * planner.capacity_tokens
+        if self._buffer_tokens < least:
             raise ConfigError(
-                f"stream_window_tokens={self._window_tokens} is less than {least}: {micro_steps} micro-batches of an "
+                f"stream_buffer_tokens={self._buffer_tokens} is less than {least}: {micro_steps} micro-batches of an "
                 f"optimizer step and one more, of {planner.capacity_tokens} tokens each (ranks x tokens_per_rank). "
                 "Raise it, or leave it out"
             )
@@ -122,12 +122,11 @@ class StreamLoader(Delivery):
 
     def restart(self) -> None:
         """Begins the stream anew at the next iteration."""
-        num_readers = self._transport.world_size
-        self._position = StreamPosition(WindowPlace.beginning(0, num_readers))
+        self._position = StreamPosition(BufferPlace.beginning(0, self._transport.world_size))
 
     @property
     def pass_number(self) -> int:
-        """Number of the present pass through the stream, counted from 0."""
+        """Number of the current pass through the stream, counted from 0."""
         return self._position.place.pass_number
 
     def state_dict(self) -> dict[str, object]:
@@ -142,14 +141,14 @@ class StreamLoader(Delivery):
 
         Raises:
             ConfigError: a field is missing, wrong or changed; or the state is from another stream or seed, or from the
-                middle of an optimizer step of other sizes; or each rank gives its own part of the stream, and there
-                were as many parts as other ranks.
+                middle of an optimizer step of other sizes; or each rank gives its own part of the stream, and the
+                number of ranks has changed.
         """
         num_readers = self._position.place.num_readers
         if isinstance(state, Mapping) and self._source.is_divided_here:
             num_readers = whole("readers", state.get("readers"), least=1, most=MOST_READERS)
         check_identity(state, self._identity(num_readers))
-        place = WindowPlace.read(state, num_readers)
+        place = BufferPlace.read(state, num_readers)
         at = StreamPosition(place, **{name: whole(name, state.get(name)) for name in OF_STEP})
         sizes = {name: whole(name, state.get(name), least=1) for name in self._all_sizes}
         fields = {**self._identity(num_readers), **sizes, **dict.fromkeys(OF_STEP), **place.fields()}
@@ -162,7 +161,7 @@ class StreamLoader(Delivery):
                 "the same sizes"
             )
         if place.is_beginning:  # readers may still be as many as ranks
-            at = replace(at, place=WindowPlace.beginning(place.pass_number, self._transport.world_size))
+            at = replace(at, place=BufferPlace.beginning(place.pass_number, self._transport.world_size))
         elif num_readers != self._transport.world_size:
             log.info(
                 "the stream goes on with its %d readers, dealt to %d ranks%s",
@@ -173,7 +172,7 @@ class StreamLoader(Delivery):
         self._position = at
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yields the micro-batches from the loader's position to the end of the pass, or on and on."""
+        """Yields micro-batches from the loader's position to the end of the pass, or without end if it repeats."""
         yield from self._of_pass()
         while self._repeats:
             yield from self._of_pass()
@@ -183,7 +182,7 @@ class StreamLoader(Delivery):
         if not self._logged_division:
             self._logged_division = True
             self._source.log_division(begin.place.num_readers)
-        settings = self._planner.capacity_tokens, self._window_tokens, self._seed, self._shuffle, self._planner.fits
+        settings = self._planner.capacity_tokens, self._buffer_tokens, self._seed, self._shuffle, self._planner.fits
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         try:
@@ -210,7 +209,7 @@ class StreamLoader(Delivery):
                 self._position = fed.after
                 self.end_of_dataloader = fed.is_last and not self._repeats
                 if fed.is_last:
-                    beginning = WindowPlace.beginning(begin.place.pass_number + 1, self._transport.world_size)
+                    beginning = BufferPlace.beginning(begin.place.pass_number + 1, self._transport.world_size)
                     owed = fed.owed if self._repeats else 0
                     self._position = StreamPosition(beginning, 0, fed.after.micro_batches, owed)
                 self.documents_truncated += fed.truncated
@@ -239,15 +238,15 @@ class StreamLoader(Delivery):
     @property
     def _all_sizes(self) -> dict[str, int]:
         """Sizes that decide which documents are in a micro-batch."""
-        return {**self._sizes, "window_tokens": self._window_tokens}
+        return {**self._sizes, "buffer_tokens": self._buffer_tokens}
 
-    def _note_waiting(self, fed: FedBatch) -> None:
+    def _note_waiting(self, fed: StreamBatch) -> None:
         """Warns, once, if training waits for the stream; names the rank that reads longest."""
         self._read_seconds = [sum(pair) for pair in zip(self._read_seconds, fed.read_seconds, strict=True)]
         times = self.times
         if self._warned_of_waiting or times.micro_batches < WAITING_BATCHES:
             return
-        if times.wait_share < TOLD_WAITING or times.wait_seconds < TOLD_SECONDS:
+        if times.wait_share < WAITING_SHARE or times.wait_seconds < WAITING_SECONDS:
             return
         self._warned_of_waiting = True
         slowest = max(range(len(self._read_seconds)), key=self._read_seconds.__getitem__)

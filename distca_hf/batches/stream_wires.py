@@ -1,6 +1,6 @@
-"""Stream wires: ranks tell each other what their readers read, and send tokens to the ranks that hold them.
+"""Stream wires: messages about what readers read, and exchanges of tokens to the ranks that hold them.
 
-    gather      columns, then for each reader: documents, end, mark | lengths | checksums        once per refill
+    gather      columns, then for each reader: documents, end, snapshot | lengths | checksums        once per refill
     exchange    one row per token: token, label, shifted label, further inputs                   once per micro-batch
 
 A row is int64 `[3 + inputs]`. Every rank knows the layout and which rank reads a document, so no counts are sent.
@@ -20,9 +20,9 @@ from distca_hf.comm.agreement import by_value, integers_of, labels_of, text_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.data.documents import Tokens
-from distca_hf.data.readers import Mark, StreamDocument
+from distca_hf.data.readers import Snapshot, StreamDocument
 from distca_hf.data.rows import Draws
-from distca_hf.data.window import NUMBER_BITS, NewDocuments
+from distca_hf.data.stream_buffer import NUMBER_BITS, NewDocuments
 from distca_hf.errors import PlanMismatchError
 from distca_hf.layout import Layout
 
@@ -34,31 +34,27 @@ KNOWN = 3
 
 
 def reader_rank(reader: Integers, num_ranks: int) -> Integers:
-    """Returns the rank that has a reader."""
+    """Returns the rank of a reader."""
     return reader % num_ranks
-
-
-def inputs_as_text(inputs: Inputs | None) -> bytes:
-    """Encodes names and dtypes; nothing if they are not known."""
-    return b"" if inputs is None else json.dumps({name: str(inputs[name]) for name in sorted(inputs)}).encode()
 
 
 class RefillMessage:
     """What the readers of one rank read for a refill, as integers.
 
     Args:
-        inputs: further inputs of the model; None on a rank without readers.
-        read: by reader.
+        inputs: dtypes of further inputs of the model; None if they are not known, on a rank without readers.
+        read: what each reader read, by its number.
     """
 
     def __init__(self, inputs: Inputs | None, read: Mapping[int, NewDocuments]) -> None:
-        text = inputs_as_text(inputs)
+        dtypes = None if inputs is None else {name: str(inputs[name]) for name in sorted(inputs)}
+        text = b"" if dtypes is None else json.dumps(dtypes).encode()
         self.integers = [len(text), *integers_of(text, len(text))]
         for _, of_reader in sorted(read.items()):
-            mark, documents = of_reader.mark, len(of_reader.tokens)
-            state = b"" if mark is None else mark.state.encode()
-            of_mark = [0, 0] if mark is None else [mark.documents, mark.rows]
-            self.integers += [documents, of_reader.has_ended, mark is not None, *of_mark, len(state)]
+            snapshot, documents = of_reader.snapshot, len(of_reader.tokens)
+            state = b"" if snapshot is None else snapshot.state.encode()
+            of_snapshot = [0, 0] if snapshot is None else [snapshot.documents, snapshot.rows]
+            self.integers += [documents, of_reader.has_ended, snapshot is not None, *of_snapshot, len(state)]
             self.integers += [*integers_of(state, len(state)), *of_reader.tokens.tolist()]
             self.integers += of_reader.checksums.tolist()
 
@@ -78,11 +74,11 @@ class RefillMessage:
 
         inputs, read = text(), {}
         for reader in sorted(readers):
-            documents, ended, has_mark, first, rows = taken(5)
+            documents, ended, has_snapshot, first, rows = taken(5)
             state = text()
             tokens, checksums = (as_int_array(taken(documents), "documents of a stream") for _ in range(2))
-            mark = Mark(first, rows, state) if has_mark else None
-            read[reader] = NewDocuments(tokens, checksums, bool(ended), mark)
+            snapshot = Snapshot(first, rows, state) if has_snapshot else None
+            read[reader] = NewDocuments(tokens, checksums, bool(ended), snapshot)
         return inputs, read
 
 
@@ -100,8 +96,8 @@ def same_inputs(transport: Transport, texts: Sequence[str]) -> Inputs:
     if len({text for text, _ in known}) > 1:
         shown = by_value([text for text, _ in known], [label for _, label in known])
         raise PlanMismatchError(
-            f"{transport.grid.name}: the stream gives other inputs of the model besides tokens: {shown}. Give every "
-            "row, on all ranks, the same columns"
+            f"{transport.grid.name}: the stream gives different inputs of the model, besides tokens, on its "
+            f"ranks: {shown}. Give every row, on all ranks, the same columns"
         )
     return {name: np.dtype(dtype) for name, dtype in json.loads(known[0][0]).items()} if known else {}
 

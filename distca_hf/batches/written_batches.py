@@ -1,4 +1,4 @@
-"""Written batches: notices batches that changed between their reading and their pass.
+"""Written batches: finds batches that changed between their reading and their pass.
 
 Torch counts the writes to a tensor, and a batch with other counts is read again (`state_of`). It does not count writes
 through `.data` or NumPy. What was read is then wrong, and documents would share prefixes that are no longer equal. So
@@ -68,7 +68,7 @@ def sampled(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Arriving(NamedTuple):
-    """Checksums of a pass, on their way from the device until it records `arrived`; and of the reading."""
+    """Checksums of a pass, which have reached the host once `arrived` is recorded, and those of the reading."""
 
     found: torch.Tensor
     arrived: torch.cuda.Event | None

@@ -175,8 +175,8 @@ def open_transport(
         timeout_seconds: deadline of every exchange.
         agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
         members: the ranks; by default all of the initialised process group.
-        in_thread: whether only a background thread uses it. Ranks that wait in vain then are not looked for: this
-            thread's calls come at any time between those of training.
+        in_thread: whether only a background thread uses it. Its calls come at any time between those of training, so
+            ranks that wait in vain are not looked for.
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet; or torch cannot open

@@ -69,7 +69,7 @@ def tokens_of(values: Values, tokens: int, is_first: bool, reading: Reading, inp
     """Returns a segment of a document.
 
     Args:
-        values: of the segment, and of one token more if the document goes on.
+        values: values of the segment, and of one token more if the document goes on.
         tokens: length of the segment.
         is_first: whether the document begins with it.
         inputs: names of further inputs of the model.
@@ -96,7 +96,8 @@ def check_values(values: Values, where: str, begin: int, origin: int, vocabulary
 
     Args:
         where: names the row, for errors.
-        begin, origin: tokens of the row before these values, and before their document.
+        begin: tokens of the row before these values.
+        origin: tokens of the row before their document.
         vocabulary_tokens: tokens that the model has embeddings for, if known.
 
     Raises:
@@ -177,7 +178,7 @@ class DocumentSource:
         self._rows = DrawnRows(dataset, reading, seed) if self.are_drawn else StoredRows(dataset, reading)
         self.inputs = self._rows.inputs
         names = self._rows.names
-        self.masks = [name for name in MASK_COLUMNS if name in names and self._follows_masks(names)]
+        self.masks = [name for name in MASK_COLUMNS if name in names and follows_masks(self._reading, names)]
         self.masks_left = [name for name in MASK_COLUMNS if name in self._rows.shown and name not in self.masks]
         self.documents_truncated = 0
         self.tokens_truncated = 0
@@ -240,10 +241,6 @@ class DocumentSource:
         check_values(values, where, begin, int(self._origin[document]), self._reading.vocabulary_tokens)
         # 2. Labels, shifted within the document.
         return tokens_of(values, stop - start, start == 0, self._reading, self.inputs)
-
-    def _follows_masks(self, names: Container[str]) -> bool:
-        """Returns whether masks decide what is learnt of a row with these columns."""
-        return follows_masks(self._reading, names)
 
     def _split_rows(self) -> tuple[IntArray, IntArray, IntArray]:
         """Returns row, first token and length of every document."""

@@ -111,12 +111,13 @@ class DrawnRows:
 
 
 def values_of(row: Mapping[str, Any], reading: Reading, where: str, maker: str, tokens: int, because: str) -> Values:
-    """Returns the numbers of a row that was just made, in the columns that count.
+    """Returns the columns of a row that count, as arrays.
 
     Args:
-        where, maker: what the row is and what made it, for errors.
-        tokens: numbers that each column must hold.
-        because: says why that many.
+        where: names the row, for errors.
+        maker: what made the row, for errors.
+        tokens: length that each column must have.
+        because: why this length, for errors.
 
     Raises:
         PackingError: a column cannot be used; names it.
@@ -200,7 +201,7 @@ def _torch() -> Any:
 
 
 def _as_array(value: Any) -> NDArray[Any]:
-    """Returns numbers as an array: lists of whole numbers in half of NumPy's time."""
+    """Returns numbers as an array. For lists of whole numbers this takes half of NumPy's time."""
     if isinstance(value, list) and value and isinstance(value[0], int):
         with suppress(TypeError, OverflowError):  # other values follow
             return np.frombuffer(array("q", value), dtype=np.int64)

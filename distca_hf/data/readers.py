@@ -1,12 +1,12 @@
-"""Readers: each reads a part of a stream in order, and knows its exact place.
+"""Readers: each reads its part of a stream in order, and knows its exact place.
 
-A *mark* is the state of the stream at a row, as the stream itself gives it. To go on at a place, a reader loads a mark
-before it and reads some rows again. A stream that loses rows when its state is loaded (a shuffle buffer) has a mark
-only at its beginning.
+A *snapshot* is the `state_dict` of the stream between two rows. To resume at a place, a reader loads a snapshot before
+it and reads some rows again. If a stream loses rows when its state is loaded (a shuffle buffer), its only snapshot is
+the beginning.
 
-    mark            mark            mark
-    | d0 d1 d2 d3 | d4 d5 d6 | d7 d8 d9         d5 and d8 are not trained yet: the place is the second mark, and
-                                                five documents read after it
+    snapshot        snapshot     snapshot
+    | d0 d1 d2 d3   | d4 d5 d6   | d7 d8 d9     d5 and d8 are not trained yet: the place is the second snapshot, and
+                                                six documents read after it
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Bad rows, one after the other, that are left out if asked: more are a mistake in all rows.
+# Most consecutive bad rows to leave out: more mean that all rows are wrong.
 MOST_BAD_ROWS = 100
 
 
 @dataclass(frozen=True, eq=False)
 class StreamDocument:
-    """A document, and a checksum of 63 bits of its tokens and labels."""
+    """A document, with a checksum (63 bits) of its tokens, labels and inputs."""
 
     tokens: Tokens
     checksum: int
@@ -51,7 +51,7 @@ class StreamDocument:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Snapshot:
     """State of a part of the stream.
 
     Attributes:
@@ -66,34 +66,35 @@ class Mark:
 
 @dataclass(frozen=True)
 class ReaderPlace:
-    """The place of a reader: a mark, and what it has read.
+    """The place of a reader: a snapshot, and what it has read.
 
     Attributes:
-        mark: not after the first document that is still needed.
-        documents: read in this pass; those since the mark are read again.
+        snapshot: the latest one before all documents that are still needed.
+        documents: read in this pass; those since the snapshot are read again.
         has_ended: whether there are no more.
     """
 
-    mark: Mark = Mark()
+    snapshot: Snapshot = Snapshot()
     documents: int = 0
     has_ended: bool = False
 
 
-class Reader:
-    """Reads one part of a stream. Opening it reads a row, in the thread that calls.
+class StreamReader:
+    """Reads one part of a stream. The constructor reads a row, in the calling thread.
 
     Args:
-        number, num_readers: of this reader, and of all.
-        pass_number: of the pass through the stream, counted from 0.
+        number: number of this reader.
+        num_readers: number of all readers.
+        pass_number: number of the pass through the stream, counted from 0.
         place: where it begins.
 
     Attributes:
         documents: read in this pass.
         has_ended: whether the part has no more rows.
-        mark: the latest one.
+        snapshot: the latest snapshot.
         inputs: dtypes of further inputs of the model, by name; None until a row is read.
         seconds: spent reading so far.
-        truncated: documents that were cut, since it was opened.
+        truncated: documents truncated so far.
 
     Raises:
         PackingError: the first row cannot be trained on, or draws at random.
@@ -104,31 +105,31 @@ class Reader:
     ) -> None:
         self._source, self._name = source, f"reader {number} of {num_readers}"
         self._place = place
-        self.documents, self._rows = place.mark.documents, place.mark.rows
-        self.mark, self.has_ended = place.mark, False
+        self.documents, self._rows = place.snapshot.documents, place.snapshot.rows
+        self.snapshot, self.has_ended = place.snapshot, False
         self.inputs: Mapping[str, np.dtype[Any]] | None = None
         self.seconds, self.truncated = 0.0, 0
         self._bad_rows = 0  # since the last good one
         with generators_left_alone():  # loaders with workers draw a seed for them
             self._part = source.part(number, num_readers, pass_number)
-            if place.mark.state:
-                self._part.load_state_dict(json.loads(place.mark.state))
+            if place.snapshot.state:
+                self._part.load_state_dict(json.loads(place.snapshot.state))
             self._iterator = iter(self._part)
-            before = _shown(random_states())
+            before = _digest(random_states())
             self._first = self._next()
-            if _shown(random_states()) != before:
+            if _digest(random_states()) != before:
                 raise PackingError(
                     f"{self._name}: the stream draws at random from the generators of random, numpy.random or torch, "
-                    "which training uses at the same time: neither could be resumed. Draw from a generator of its "
-                    "own, seeded by the row (stream.map(..., with_indices=True)), or from worker processes (a "
+                    "which training uses at the same time: neither could be resumed. Draw from a separate "
+                    "generator, seeded by the row (stream.map(..., with_indices=True)), or in worker processes (a "
                     "StatefulDataLoader of torchdata)"
                 )
 
     def read_again(self) -> list[StreamDocument]:
-        """Reads the documents between the mark and the place.
+        """Reads the documents between the snapshot and the place.
 
         Raises:
-            ConfigError: the stream has others, because it was changed.
+            ConfigError: the stream was changed, and has others.
         """
         found: list[StreamDocument] = []
         while self.documents < self._place.documents and not self.has_ended:
@@ -142,14 +143,14 @@ class Reader:
         return found
 
     def read(self, tokens: int) -> list[StreamDocument]:
-        """Reads documents of at least this many tokens together, or to the end; then sets a mark."""
+        """Reads documents of at least this many tokens together, or to the end; then takes a snapshot."""
         found: list[StreamDocument] = []
         while tokens > 0 and not self.has_ended:
             of_row = self._read_row()
             found += of_row
             tokens -= sum(map(len, of_row))
-        if not self.has_ended and self._rows > self.mark.rows and self._source.keeps_place:
-            self.mark = Mark(self.documents, self._rows, self._state())
+        if not self.has_ended and self._rows > self.snapshot.rows and self._source.keeps_place:
+            self.snapshot = Snapshot(self.documents, self._rows, self._state())
         return found
 
     def _state(self) -> str:
@@ -183,7 +184,7 @@ class Reader:
         return row
 
     def _read_row(self) -> list[StreamDocument]:
-        """Returns the documents of the next row."""
+        """Returns the documents of the next row; none of a bad row that is left out."""
         row, self._first = (self._next() if self._first is None else self._first), None
         if row is None:
             return []
@@ -257,15 +258,15 @@ class Reader:
 
 
 def _checksum(tokens: Tokens) -> int:
-    """Returns a checksum of 63 bits: of tokens, and of labels and inputs. Shifted labels follow from labels."""
+    """Returns a checksum (63 bits) of tokens, labels and inputs. Shifted labels follow from labels."""
     of_tokens, of_labels = (zlib.crc32(ids.astype("<i4").data) for ids in (tokens.input_ids, tokens.labels))
     for _, values in sorted(tokens.inputs.items()):
         of_labels = zlib.crc32(np.ascontiguousarray(values).data, of_labels)
     return (of_tokens << 32 | of_labels) >> 1
 
 
-def _shown(states: Mapping[str, Any]) -> str:
-    """Returns states of generators as text, to compare them."""
+def _digest(states: Mapping[str, Any]) -> str:
+    """Returns a digest of the states of generators."""
     numpy_state = states["numpy"]
     of_torch = states.get("torch")
     digest = hashlib.blake2b(repr(states["python"]).encode())

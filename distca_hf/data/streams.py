@@ -1,11 +1,11 @@
-"""Streams: what is read of a stream, and how it is divided among *readers*.
+"""Streams: divides a stream among *readers*, each of which reads its own part.
 
-    stream ──┬── reader 0   d0 d1 d2 d3 ...      a part of the stream each: own shards, or every n-th row
+    stream ──┬── reader 0   d0 d1 d2 d3 ...      a part of the stream each: its shards, or every n-th row
              ├── reader 1   d0 d1 d2 ...
              └── reader 2   d0 d1 d2 d3 d4 ...   a rank has one reader or several, or none
 
-The number of readers stays when the number of ranks changes. So a document has the same reader and number on any
-number of ranks.
+The number of readers stays the same when training resumes on another number of ranks. So each document keeps its
+reader and number.
 """
 
 import inspect
@@ -41,7 +41,7 @@ class Stream(Protocol):
 
 
 def is_stream(dataset: object) -> bool:
-    """Returns whether a dataset is to be read as a stream: any iterable that has no rows by number."""
+    """Returns whether a dataset is a stream: an iterable whose rows cannot be read by number."""
     kind = type(dataset)
     if any(base.__name__ == "IterableDataset" for base in kind.__mro__):
         return True
@@ -67,10 +67,10 @@ def check_saves_place(stream: object) -> None:
 
 
 class StreamSource:
-    """A stream, what to read of its rows, and how to divide it.
+    """Divides a stream into parts, and says how to read its rows.
 
-    A `datasets.IterableDataset` is divided here. Any other stream is this rank's own part already, and gives one
-    reader per rank.
+    A `datasets.IterableDataset` is divided here. Any other stream is this rank's part already, with one reader per
+    rank.
 
     Args:
         longest_tokens: most tokens of a document.
@@ -80,7 +80,7 @@ class StreamSource:
         skips_bad_rows: whether rows that cannot be trained on are left out, with a warning each.
 
     Raises:
-        PackingError: its place cannot be saved, or it was divided before; says what to do.
+        PackingError: its place cannot be saved, or it was already divided; says what to do.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class StreamSource:
                 )
             if stream._distributed is not None:
                 raise PackingError(
-                    "the stream is divided between ranks already (split_dataset_by_node); give all ranks the whole "
-                    "stream: it is divided here"
+                    "the stream is already divided between ranks (split_dataset_by_node); give the whole stream to "
+                    "all ranks, and distca_hf divides it"
                 )
         self.keeps_place = not _has_buffer(getattr(stream, "_ex_iterable", None))
         if not self.keeps_place:
@@ -128,7 +128,7 @@ class StreamSource:
         }
 
     def log_division(self, num_readers: int) -> None:
-        """Logs how readers share the stream if they do not have shards each."""
+        """Warns if there are too few shards, so that each reader reads all of them."""
         stream: Any = self._stream
         if self.is_divided_here and num_readers > 1 and self._strategy(num_readers) != "shards":
             log.warning(
@@ -159,7 +159,7 @@ class StreamSource:
 
 
 def _has_buffer(part: object) -> bool:
-    """Returns whether a stream of `datasets` is made with a shuffle buffer."""
+    """Returns whether a stream of `datasets` has a shuffle buffer."""
     if type(part).__name__ == SHUFFLE_BUFFER:
         return True
     inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]

@@ -3,8 +3,8 @@
     arrived    0 | page page photo          computed    0 | page photo          an image of p patches costs p² + ap:
                1 | photo                                1 | page photo          all of them attend to each other
 
-Towers run before the text decoder, and ranks meet between them. So this work is even by itself, apart from the text's.
-An image that may stay where it arrived stays. Batches that are even are not moved.
+Towers run before the text decoder, and ranks wait for each other in between. So their work is balanced separately. An
+image stays where it arrived if that rank has room. Nothing moves if a batch is even already.
 """
 
 import heapq
@@ -17,8 +17,8 @@ from distca_hf.arrays import IntArray, sum_by
 from distca_hf.placement.given import EVEN
 
 
-# How far an image may exceed even work and stay: tried in this order, until the busiest rank has hardly more work than
-# without any preference.
+# Room for images that stay, as a multiple of even work. Tried in this order, until the busiest rank has hardly more
+# work than if images stayed only by chance.
 STAYING, HARDLY_MORE = (1.005, 1.0), 1.01
 
 
@@ -44,29 +44,28 @@ class PlacedImages(NamedTuple):
     """The ranks that compute images.
 
     Attributes:
-        rank_of: `[images]` rank that computes each.
-        spares: `[ranks]` image of which the rank computes a copy that nobody uses, because it computes no other; -1 if
-            it does not.
+        rank_of: `[images]` rank that computes each image.
+        dummies: `[ranks]` image that a rank computes for nobody, so that its tower runs, too; or -1.
     """
 
     rank_of: IntArray
-    spares: IntArray
+    dummies: IntArray
 
 
 def place_images(work: IntArray, home: IntArray, num_ranks: int, every_rank: bool = False) -> PlacedImages:
     """Returns where images are computed.
 
     Args:
-        work: `[images]` work of each.
+        work: `[images]` work of each image.
         home: `[images]` rank whose batch holds it.
         num_ranks: ranks that share the images.
         every_rank: whether every rank must compute an image, if there is any.
     """
     rank_of = _placed(work, home, num_ranks)
-    spares = np.full(num_ranks, -1)
+    dummies = np.full(num_ranks, -1)
     if every_rank and len(work):
-        spares[np.bincount(rank_of, minlength=num_ranks) == 0] = int(work.argmin())
-    return PlacedImages(rank_of, spares)
+        dummies[np.bincount(rank_of, minlength=num_ranks) == 0] = int(work.argmin())
+    return PlacedImages(rank_of, dummies)
 
 
 def _placed(work: IntArray, home: IntArray, num_ranks: int) -> IntArray:
@@ -85,7 +84,7 @@ def _placed(work: IntArray, home: IntArray, num_ranks: int) -> IntArray:
 
 
 def _dealt(work: IntArray, home: IntArray, num_ranks: int, room: float) -> IntArray:
-    """Deals images, the largest first. An image stays at home while that has room for this much work."""
+    """Deals images, the largest first. An image stays home if its rank then has at most `room` work."""
     loads, of_images, of_homes = [0] * num_ranks, work.tolist(), home.tolist()
     least_busy, rank_of = [(0, rank) for rank in range(num_ranks)], of_homes.copy()
     for image in np.argsort(-work, kind="stable").tolist():

@@ -21,35 +21,35 @@ class ImageMoves:
     """Moves of one rank.
 
     Attributes:
-        sent: units of its batch that it sends, by destination, counted within the batch.
+        sent: numbers, within its batch, of the units that it sends, by destination.
         sent_to: `[sent]` their destinations.
-        computed: units that it computes, in order, as numbers among those of all ranks. A spare is the only one.
+        computed: numbers, among units of all ranks, of those that it computes, in order. A dummy is the only one.
         computed_of: `[computed]` the ranks whose batches hold them.
-        is_spare: whether it computes a unit whose features nobody needs.
-        home: `[units of the batch]` the rank that computes each.
-        of_ranks: `[ranks]` number of units that each rank computes, with spares.
+        is_dummy: whether it computes a unit whose features nobody needs.
+        computed_on: `[units of the batch]` the rank that computes each unit.
+        of_ranks: `[ranks]` number of units that each rank computes, with dummies.
     """
 
     sent: IntArray
     sent_to: IntArray
     computed: IntArray
     computed_of: IntArray
-    is_spare: bool
-    home: IntArray
+    is_dummy: bool
+    computed_on: IntArray
     of_ranks: IntArray
 
     @classmethod
-    def of(cls, rank_of: IntArray, spares: IntArray, held: IntArray, rank: int) -> Self:
+    def of(cls, rank_of: IntArray, dummies: IntArray, held: IntArray, rank: int) -> Self:
         """Returns the moves of a rank.
 
         Args:
-            rank_of, spares: where units of all ranks are computed (`PlacedImages`); they are numbered by rank, in the
+            rank_of, dummies: where units of all ranks are computed (`PlacedImages`); they are numbered by rank, in the
                 order of batches.
             held: `[units]` rank whose batch holds each.
         """
-        with_spare = np.flatnonzero(spares >= 0)
-        unit = np.concatenate([np.arange(len(held)), spares[with_spare]])
-        target = np.concatenate([rank_of, with_spare])
+        with_dummy = np.flatnonzero(dummies >= 0)
+        unit = np.concatenate([np.arange(len(held)), dummies[with_dummy]])
+        target = np.concatenate([rank_of, with_dummy])
         leaves = np.flatnonzero(held[unit] == rank)
         leaves = leaves[np.lexsort((unit[leaves], target[leaves]))]
         comes = np.sort(unit[target == rank])  # by home rank, because units are numbered by rank
@@ -59,9 +59,9 @@ class ImageMoves:
             sent_to=target[leaves],
             computed=comes,
             computed_of=held[comes],
-            is_spare=bool(spares[rank] >= 0),
-            home=rank_of[held == rank],
-            of_ranks=np.bincount(target, minlength=len(spares)),
+            is_dummy=bool(dummies[rank] >= 0),
+            computed_on=rank_of[held == rank],
+            of_ranks=np.bincount(target, minlength=len(dummies)),
         )
 
     def pixel_rows(self, rows: IntArray, all_rows: IntArray) -> tuple[IntArray, list[int], list[int]]:
@@ -69,8 +69,8 @@ class ImageMoves:
         rank.
 
         Args:
-            rows: `[units of the batch]` rows of each.
-            all_rows: `[units]` rows of those of all ranks.
+            rows: `[units of the batch]` number of rows of each unit.
+            all_rows: `[units]` the same for all ranks.
         """
         num_ranks = len(self.of_ranks)
         leaving = ranges(offsets(rows)[:-1][self.sent], rows[self.sent])
@@ -82,13 +82,13 @@ class ImageMoves:
         rank.
 
         Args:
-            rows: `[units of the batch]` features of each.
-            all_rows: `[units]` features of those of all ranks.
+            rows: `[units of the batch]` number of features of each unit.
+            all_rows: `[units]` the same for all ranks.
         """
         num_ranks = len(self.of_ranks)
-        order = np.argsort(self.home, kind="stable")
+        order = np.argsort(self.computed_on, kind="stable")
         places = ranges(offsets(rows)[:-1][order], rows[order])
         sent = np.zeros(num_ranks, dtype=np.int64)
-        if not self.is_spare:
+        if not self.is_dummy:
             sent = sum_by(self.computed_of, all_rows[self.computed], num_ranks)
-        return places, sent.tolist(), sum_by(self.home, rows, num_ranks).tolist()
+        return places, sent.tolist(), sum_by(self.computed_on, rows, num_ranks).tolist()

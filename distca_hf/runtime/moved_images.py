@@ -27,10 +27,10 @@ class FeatureForm(NamedTuple):
     """Form of the features of images, the same on all ranks.
 
     Attributes:
-        is_stacked: whether they are one tensor with an axis for images.
-        deep_layers: layers of the text that get features of their own.
-        width: numbers of a feature.
-        dtype: of features.
+        is_stacked: whether they are one tensor `[images, ...]`, not one tensor for each image.
+        deep_layers: layers of the text decoder that add further features (DeepStack).
+        width: length of a feature.
+        dtype: dtype of features.
     """
 
     is_stacked: bool
@@ -44,12 +44,12 @@ class FeatureForm(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Features that a rank computed.
+    """Features that one rank has computed.
 
     Attributes:
-        rows: `[tokens, width of all]`: features, then those of deep layers.
+        rows: `[tokens, (1 + deep_layers) * width]`.
         tokens: number of rows of each unit.
-        form: of the features.
+        form: form of the features.
     """
 
     rows: torch.Tensor
@@ -63,11 +63,11 @@ def show_features(
     """Returns the form of features, and the number of rows of each unit of all ranks. A collective call.
 
     Args:
-        features: that this rank computed; None if it computed none.
+        features: what this rank has computed; None without images.
         rank_of: `[units]` rank that computes each.
 
     Raises:
-        UnsupportedAttentionError: a rank's class returned another number of features than images, or another form.
+        UnsupportedAttentionError: a rank got another number of features than images, or features of another form.
     """
     values = [0] * 6
     if features is not None:
@@ -85,7 +85,7 @@ def show_features(
                 f"{transport.grid.name}, {where}: get_image_features returned {count} features, of {rows} rows in "
                 f"all, for {units} images on rank {labels_of(transport, Scope.ROWS)[rank]}; expected a tensor for each"
             )
-        mine = np.flatnonzero(rank_of == rank)  # none on a rank with a spare
+        mine = np.flatnonzero(rank_of == rank)  # none on a rank with a dummy
         tokens[mine] = row[6 : 6 + len(mine)]
     stacked, deep_layers, width, number = first[2:6]
     dtype = DTYPES[number]
@@ -95,7 +95,7 @@ def show_features(
 
 @dataclass(frozen=True, eq=False)
 class RowsHome:
-    """The way of features from the ranks that computed them.
+    """Sends features home from the ranks that computed them.
 
     Attributes:
         transport: among the ranks that hold rows.
@@ -151,14 +151,8 @@ def send_pixels(
     return transport.exchange(AllToAll(rows.index_select(0, leaving), sent, received, f"{where}, pixels")).wait()
 
 
-def index_on(device: torch.device, index: IntArray | Sequence[int]) -> torch.Tensor:
-    """Copies an index to a device; the host does not wait."""
-    on_host = torch.as_tensor(index, dtype=torch.int64)
-    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)
-
-
 class _Home(torch.autograd.Function):
-    """Features on their way home; backward sends their gradients back."""
+    """Sends features home; backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, home: RowsHome, anchor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

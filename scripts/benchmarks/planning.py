@@ -6,7 +6,7 @@ placed   documents are placed: balance on many mixes; bytes against the publishe
          bound; bytes between nodes; optimizer steps of several micro-steps
 fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner
 times    planning and routing, each measured once in fresh processes, the median of several
-streams  batches of a stream, filled from a window: balance, padding, and tokens per second of one reading rank
+streams  batches of a stream, filled from a buffer: balance, padding, and tokens per second of one reading rank
 
 `distca plan` has the balance of an epoch, and `distca plan --batch-size` that of batches of a user's own.
 

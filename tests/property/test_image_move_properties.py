@@ -30,7 +30,7 @@ def test_features_of_every_image_come_home(held_by: tuple[int, list[int]], data:
     numbers = st.lists(st.integers(1, 9), min_size=len(held), max_size=len(held))
     rows, tokens, work = (np.array(data.draw(numbers)) for _ in range(3))
     placed = place_images(work**3, held, num_ranks, every)
-    moves = [ImageMoves.of(placed.rank_of, placed.spares, held, rank) for rank in range(num_ranks)]
+    moves = [ImageMoves.of(placed.rank_of, placed.dummies, held, rank) for rank in range(num_ranks)]
     mine = [held == rank for rank in range(num_ranks)]
 
     # Rows of pixels are numbered over all ranks; those of a rank's batch follow each other.

@@ -39,7 +39,7 @@ NAMES = list(fields_of(DistCAConfig))
 DEFAULTS = {
     "tokens_per_rank": 0,
     "overlong": "error",
-    "stream_window_tokens": 0,
+    "stream_buffer_tokens": 0,
     "skip_bad_rows": False,
     "pad_to_multiple_of": 128,
     "kernel": "auto",
@@ -74,7 +74,7 @@ DEFAULTS = {
 OTHERS = {
     "tokens_per_rank": 1234,
     "overlong": "split",
-    "stream_window_tokens": 65536,
+    "stream_buffer_tokens": 65536,
     "skip_bad_rows": True,
     "pad_to_multiple_of": 7,
     "kernel": "reference",

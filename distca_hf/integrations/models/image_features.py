@@ -1,7 +1,7 @@
-"""Image features: what a multimodal class tells of its towers, by structure; and what its towers return.
+"""Image features: finds out whether a multimodal class lets other ranks compute its images, and computes them.
 
-Images can be computed on another rank if the class has `get_image_features`, with arguments that are known, and its
-forward takes the result instead of pixels (`mm_encoder_outputs`), of which it reads nothing but features of tokens.
+Another rank can compute an image if the class has `get_image_features` with known arguments, and if its forward takes
+the result instead of pixels (`mm_encoder_outputs`) and reads only features of tokens from it.
 """
 
 import ast
@@ -44,10 +44,10 @@ class Towers(NamedTuple):
     """What is known of a model's towers.
 
     Attributes:
-        stay: why images stay where they arrived; empty if they may move.
+        stay: why images must stay where they arrived; empty if they may move.
         cost: work of an image.
-        side: pixels of a patch, of towers that take whole images.
-        has_frames: whether frames of a video are computed like images, by themselves.
+        side: side of a patch in pixels, for towers that take whole images.
+        has_frames: whether each frame of a video is computed like an image.
     """
 
     stay: str
@@ -104,8 +104,8 @@ def _is_entry(node: ast.AST) -> bool:
 
 
 def _has_frames(tower: PreTrainedModel, backbone: PreTrainedModel) -> bool:
-    """Returns whether frames of videos, and images, are computed alike: layers attend within frames, and nothing that
-    the class does names time."""
+    """Returns whether frames of videos are computed like images: layers attend within a frame, and no name in the
+    class has to do with time."""
     get_videos = getattr(type(backbone), "get_video_features", None)
     if get_videos is None or not {*_named(get_videos)} <= {"self", *KNOWN}:
         return False
@@ -119,8 +119,9 @@ def _has_frames(tower: PreTrainedModel, backbone: PreTrainedModel) -> bool:
 
 
 def _cost(tower: PreTrainedModel, side: int) -> ImageCost:
-    """Counts the operations of a tower: two of each weight for a patch, four of each number of a pair in a layer.
-    Weights after its layers take several patches as one. Patches that attend within a window attend equally many."""
+    """Counts the operations of a tower. For each patch, every weight takes two; for each pair of patches, every number
+    of a layer's width takes four. Weights after the layers merge several patches into one. In layers with windows, a
+    patch attends to as many others in every image."""
     config: Any = tower.config
     width, depth = (
         next((getattr(config, of) for of in names if hasattr(config, of)), None) for names in (WIDTHS, DEPTHS)
@@ -144,15 +145,14 @@ def _cost(tower: PreTrainedModel, side: int) -> ImageCost:
 
 @dataclass
 class MovedFeatures(ModelOutput):
-    """Features of images, as `get_image_features` returns them: a tensor for each image, or one of all with an axis
-    more."""
+    """Features of images, as `get_image_features` returns them: a tensor for each image, or one `[images, ...]`."""
 
     pooler_output: Any = None
     deepstack_features: Any = None
 
     @classmethod
     def of(cls, form: FeatureForm, rows: torch.Tensor, tokens: Sequence[int]) -> "MovedFeatures":
-        """Returns the features of images with so many rows each; of no image, features without rows."""
+        """Returns the features of images with these numbers of rows; without images, features without rows."""
 
         def divided(part: torch.Tensor) -> Any:
             if not form.is_stacked:
@@ -166,7 +166,7 @@ class MovedFeatures(ModelOutput):
 def compute_features(
     backbone: nn.Module, given: Mapping[str, Any], pixels: torch.Tensor, sizes: IntArray, form: PixelForm
 ) -> Features | None:
-    """Returns the features of images; None of no image.
+    """Returns the features of images; None without images.
 
     Args:
         given: arguments of forward.

@@ -1,13 +1,13 @@
-"""Tower borders: images are computed on the rank that has time for them, and their features come home.
+"""Tower borders: lets ranks with less work compute images of others, and brings their features home.
 
     model(batch of this rank)
       backbone  ──▶ pixels of images that this rank computes ──▶ tower, projector ──▶ features
-      ◀── features of the images of its own batch, which forward takes instead of pixels
+      ◀── features of this batch's images, which forward takes instead of pixels
       embedding, text decoder: as they are
 
-A hook stands where the backbone begins, so that all ranks run towers at the same place, also without an image. Ranks
-show each other sizes, then numbers of features: two gathers and two exchanges, and one exchange in backward. If images
-are even where they arrived, nothing is sent, and forward computes them itself.
+A hook runs when the backbone begins. So all ranks, even without an image, run towers at the same point of a pass.
+Ranks gather sizes, then numbers of features; two exchanges send pixels and features, and one sends gradients in
+backward. If the work of towers is even already, no pixels are sent, and forward computes them itself.
 """
 
 from typing import NamedTuple
@@ -37,8 +37,9 @@ from distca_hf.integrations.models.image_features import MovedFeatures, compute_
 from distca_hf.integrations.models.structure import backbone_of, names_by_position
 from distca_hf.placement.images import PlacedImages, place_images
 from distca_hf.planning.image_moves import ImageMoves
+from distca_hf.runtime.buckets import to_device
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.moved_images import FeatureForm, RowsHome, index_on, send_pixels, show_features
+from distca_hf.runtime.moved_images import FeatureForm, RowsHome, send_pixels, show_features
 from distca_hf.runtime.posted import among_trainers
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import hidden_from_dynamo
@@ -46,7 +47,7 @@ from distca_hf.torch_private import hidden_from_dynamo
 
 log = get_logger(__name__)
 
-# Where images are computed.
+# Where images are computed, in the log.
 STAY, MOVE = "on the ranks where they arrived", "on ranks with less work"
 
 
@@ -54,9 +55,9 @@ class Units(NamedTuple):
     """Images, or frames of videos, of all ranks.
 
     Attributes:
-        sizes: `[units, 3]` of each, as in `BatchImages`.
-        held: `[units]` rank whose batch holds each.
-        rows: `[units]` rows of pixels of each.
+        sizes: `[units, 3]` as in `BatchImages`.
+        held: `[units]` rank whose batch holds each unit.
+        rows: `[units]` number of rows of pixels.
         of_items: `[items of this rank]` number of units of each image and video.
     """
 
@@ -84,8 +85,8 @@ class TowerBorders:
 
     Attributes:
         towers: what is known of the model's towers.
-        imbalance: of the latest batch whose images may move: largest over mean work of ranks' towers, where images
-            arrived and where they were computed.
+        imbalance: largest over mean work of ranks' towers in the latest batch whose images may move, before and after
+            they moved.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -97,14 +98,9 @@ class TowerBorders:
         self._said, self._has_moved = set[str](), False
         self._handles: list[RemovableHandle] = []
 
-    @property
-    def may_move(self) -> bool:
-        """Whether images of this class may be computed on other ranks."""
-        return not self.towers.stay
-
     def enter(self) -> None:
         """Adds the hook. It runs after those that plan a batch."""
-        if self.may_move:
+        if not self.towers.stay:
             self._handles = [self._backbone.register_forward_pre_hook(Hook(self._before), with_kwargs=True)]
 
     def leave(self) -> None:
@@ -129,7 +125,7 @@ class TowerBorders:
         self._shown, self._is_open = None, False
 
     def _say_once(self, how: str, why: str) -> None:
-        """Logs once for each reason where images are computed."""
+        """Logs where images are computed, once for each reason."""
         if why and how + why not in self._said:
             self._said.add(how + why)
             log.info("%s: images are computed %s: %s", self._class_name, how, why)
@@ -160,14 +156,14 @@ class TowerBorders:
         placed = self._placed(images, form, units, transport, plan.micro_batch)
         if placed is None:
             return None
-        moves = ImageMoves.of(placed.rank_of, placed.spares, units.held, transport.rank)
+        moves = ImageMoves.of(placed.rank_of, placed.dummies, units.held, transport.rank)
         device = tokens_of(given).device
         pixels = _sent(transport, values, form, moves, units, device, where)
         features = compute_features(backbone, given, pixels, units.sizes[moves.computed], form)
         of_features, tokens = show_features(transport, features, moves, placed.rank_of, where)
         rows = tokens[units.held == transport.rank]
         places, sent, received = moves.feature_rows(rows, tokens)
-        way = RowsHome(transport, index_on(device, places), sent, received, where)
+        way = RowsHome(transport, to_device(places, device), sent, received, where)
         computed = of_features.of_no_image(device) if features is None else features.rows
         home = way.features(computed, self._differentiates)
         of_items = np.add.reduceat(rows, np.cumsum(units.of_items) - units.of_items) if len(rows) else rows
@@ -180,9 +176,9 @@ class TowerBorders:
         counts = np.array([[of.num_images, len(of.sizes)] for of in images])
         stay = ""
         if not form.is_alike and form.kind is PixelKind.IMAGE:
-            stay = "a batch has images of different heights or widths on its ranks, and no sizes of them"
+            stay = "images have different heights or widths on ranks, and a batch does not give their sizes"
         elif not self.towers.has_frames and (counts[:, 0] != counts[:, 1]).any():
-            stay = "it has videos whose frames are not computed by themselves"
+            stay = "it has videos whose frames are not computed like images"
         self._say_once(STAY, stay)
         if stay:
             if self._every_rank:
@@ -194,7 +190,7 @@ class TowerBorders:
         placed = place_images(work, units.held, transport.world_size, self._every_rank)
         before, after = (imbalance(sum_by(of, work, transport.world_size)) for of in (units.held, placed.rank_of))
         self.imbalance = before, after
-        if (placed.rank_of == units.held).all() and (placed.spares < 0).all():
+        if (placed.rank_of == units.held).all() and (placed.dummies < 0).all():
             return None
         if not self._has_moved:
             self._has_moved = True
@@ -205,8 +201,8 @@ class TowerBorders:
     def _replaced(
         self, given: Keywords, num_images: int, form: FeatureForm, rows: torch.Tensor, tokens: list[int]
     ) -> Keywords:
-        """Returns features of a batch's images and videos, and no pixels. On a rank without any, features of no image
-        let backward reach the exchange."""
+        """Returns arguments with the features of a batch's images and videos, and without pixels. On a rank that has
+        none, features without rows let backward reach the exchange."""
         changed: Keywords = {media.values: None for media in (IMAGES, VIDEOS) if media.values in given}
         of_images, of_videos = rows.split([sum(tokens[:num_images]), sum(tokens[num_images:])])
         outputs = dict[str, MovedFeatures]()
@@ -226,7 +222,7 @@ def _sent(
     device: torch.device,
     where: str,
 ) -> torch.Tensor:
-    """Returns `[rows, ...]` pixels that this rank computes. A collective call."""
+    """Returns `[rows, ...]` pixels of the images that this rank computes. A collective call."""
     if not values:
         pixels = torch.empty((0, *form.room), dtype=form.dtype, device=device)
     else:
@@ -235,5 +231,5 @@ def _sent(
         if any(missing):  # whole images get the same room on all ranks
             pixels = nn.functional.pad(pixels, (0, missing[2], 0, missing[1]))
     leaving, sent, received = moves.pixel_rows(units.rows[units.held == transport.rank], units.rows)
-    arrived = send_pixels(transport, pixels.flatten(1), index_on(device, leaving), sent, received, where)
+    arrived = send_pixels(transport, pixels.flatten(1), to_device(leaving, device), sent, received, where)
     return arrived.view(len(arrived), *form.room)

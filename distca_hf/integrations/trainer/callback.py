@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from distca_hf.batches.delivery import Delivery
+from distca_hf.batches.base_loader import BaseLoader
 from distca_hf.batches.meter import Meter, MeterReading, PlanSource
 from distca_hf.batches.preview import count
 from distca_hf.config import DistCAConfig
@@ -64,7 +64,7 @@ class DistCACallback(TrainerCallback):
         loader: the placed loader of this training; None if its batches come from elsewhere.
     """
 
-    def __init__(self, plugin: ParallelContext, loader: Delivery | None = None) -> None:
+    def __init__(self, plugin: ParallelContext, loader: BaseLoader | None = None) -> None:
         self._context = plugin
         self._loader = loader
         self._model: nn.Module | None = None

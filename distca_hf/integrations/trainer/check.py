@@ -248,8 +248,7 @@ def _refused_columns(trainer: Trainer) -> Mapping[str, str]:
 
 
 def _shown_to_collator(trainer: Trainer, dataset: datasets.Dataset) -> list[str]:
-    """Returns the stored columns of a dataset that a Trainer shows its collator; all that it would show of a
-    stream."""
+    """Returns the columns of a dataset that a Trainer shows its collator; for a stream, all that it may show."""
     signature = trainer._signature_columns  # the first call remembers it
     try:
         if is_stream(dataset):
@@ -261,7 +260,7 @@ def _shown_to_collator(trainer: Trainer, dataset: datasets.Dataset) -> list[str]
 
 
 def _is_stored(dataset: object) -> bool:
-    """Returns whether a dataset's rows can be looked at before they are read."""
+    """Returns whether the columns of a dataset are stored, so that they are known before rows are read."""
     return not is_stream(dataset) and not is_drawn(dataset)
 
 

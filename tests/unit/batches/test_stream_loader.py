@@ -20,10 +20,10 @@ from distca_hf.batches.prepare import Prefetcher
 from distca_hf.batches.stream_loader import StreamLoader
 from distca_hf.batches.stream_wires import same_inputs, send_tokens
 from distca_hf.comm.transport import LocalTransport
-from distca_hf.data.readers import Reader
+from distca_hf.data.readers import StreamReader
 from distca_hf.data.rows import Reading
+from distca_hf.data.stream_buffer import keys_of
 from distca_hf.data.streams import StreamSource
-from distca_hf.data.window import keys_of
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.layout import Topology
 from distca_hf.placement.place import place
@@ -326,14 +326,14 @@ def test_position_within_a_step_is_not_taken_to_other_sizes() -> None:
 
 
 def test_what_cannot_be_resumed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PackingError, match="divided between ranks already"):
+    with pytest.raises(PackingError, match="already divided between ranks"):
         loader_of(split_dataset_by_node(numbered_stream(), 0, 2))
     with pytest.raises(PackingError, match="generator is a stream whose place cannot be saved"):
         loader_of(row for row in [{"input_ids": [1]}])
     with pytest.raises(PackingError, match="the stream gave no document"):
         list(loader_of(Rows([])))
-    with pytest.raises(ConfigError, match="stream_window_tokens=100 is less than 128"):
-        loader_of(numbered_stream(), stream_window_tokens=100)
+    with pytest.raises(ConfigError, match="stream_buffer_tokens=100 is less than 128"):
+        loader_of(numbered_stream(), stream_buffer_tokens=100)
     with pytest.raises(ConfigError, match="num_workers=2 draw rows of a transform"):
         distca_hf.DistCAPlugin(tokens_per_rank=64).dataloader(numbered_stream(), num_workers=2)
     with pytest.raises(ConfigError, match=r"skip_first_batches.* goes on by its saved position"):
@@ -359,7 +359,7 @@ def test_further_numbers_per_token_travel_as_they_are() -> None:
     )
     rows = {"input_ids": [[1, 2, 3]], "kinds": [[0, 1, -1]], "weights": [[0.1, -2.5, 1e-30]]}
     stream = Dataset.from_dict(rows, features=features).to_iterable_dataset()
-    reader = Reader(StreamSource(stream, Reading(inputs=frozenset({"kinds", "weights"})), 8), 0, 1, 0)
+    reader = StreamReader(StreamSource(stream, Reading(inputs=frozenset({"kinds", "weights"})), 8), 0, 1, 0)
     documents = dict(zip(keys_of(0, 0, 1).tolist(), reader.read(1), strict=True))
     inputs = same_inputs(LocalTransport(), ['{"kinds": "int64", "weights": "float32"}'])
     layout = place([3], 1, topology=Topology(1, 1))

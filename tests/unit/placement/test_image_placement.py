@@ -23,7 +23,7 @@ def test_even_images_stay() -> None:
     work = np.array([100, 100, 1, 3])
 
     assert place_images(work, home, 2).rank_of.tolist() == home.tolist()
-    assert place_images(work[:0], home[:0], 2, every_rank=True).spares.tolist() == [-1, -1]
+    assert place_images(work[:0], home[:0], 2, every_rank=True).dummies.tolist() == [-1, -1]
 
 
 def test_few_images_leave_their_rank() -> None:
@@ -57,4 +57,4 @@ def test_a_rank_without_an_image_computes_a_copy_of_the_smallest() -> None:
     placed = place_images(np.array([5, 90]), np.array([2, 2]), 4, every_rank=True)
 
     assert sorted(placed.rank_of.tolist()) == [0, 2]
-    assert placed.spares.tolist() == [-1, 0, -1, 0]
+    assert placed.dummies.tolist() == [-1, 0, -1, 0]

@@ -1,4 +1,4 @@
-"""Streams: balance and padding of batches that are filled from a window, and what the host of a reading rank does."""
+"""Streams: balance and padding of batches that are filled from a buffer, and what the host of a reading rank does."""
 
 import time
 from itertools import islice
@@ -16,15 +16,15 @@ from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import split_documents
 from distca_hf.data.rows import Reading
+from distca_hf.data.stream_buffer import BufferPlace, NewDocuments, StepDocuments, StreamBuffer
 from distca_hf.data.streams import StreamSource
-from distca_hf.data.window import NewDocuments, StepDocuments, Window, WindowPlace
 from lib.planning.mixes import file_lengths
 from lib.planning.planners import RANKS_PER_NODE, K, print_row, table
 
 
 MIXES = ("pretrain", "prolong")
-# Micro-batches of a window, looked at for each row, and shards per reader. Documents of a shard keep the file's order.
-WINDOW_BATCHES, LOOKED_AT, SHARDS = 4, 12, 8
+# Micro-batches of a buffer, looked at for each row, and shards per reader. Documents of a shard keep the file's order.
+BUFFER_BATCHES, LOOKED_AT, SHARDS = 4, 12, 8
 # Tokens of the stream whose reading is timed, and of its micro-batches.
 TIMED_TOKENS, TIMED_RANK_TOKENS = 1 << 24, 128 * K
 
@@ -59,13 +59,13 @@ def steps_of(mix: str, num_ranks: int, tokens_per_rank: int, seed: int) -> list[
     capacity_tokens = num_ranks * tokens_per_rank
     _, _, lengths = split_documents(file_lengths(mix), capacity_tokens)
     stream = StreamOfLengths(lengths, num_ranks, seed)
-    place = WindowPlace.beginning(0, num_ranks)
-    window = Window(place, capacity_tokens, WINDOW_BATCHES * capacity_tokens, seed)
+    place = BufferPlace.beginning(0, num_ranks)
+    buffer = StreamBuffer(place, capacity_tokens, BUFFER_BATCHES * capacity_tokens, seed)
     steps = []
     for _ in range(LOOKED_AT):
-        while share_tokens := window.share_tokens():
-            window.add({reader: stream.read(reader, share_tokens) for reader in range(num_ranks)})
-        step = window.take(1)
+        while share_tokens := buffer.share_tokens():
+            buffer.add({reader: stream.read(reader, share_tokens) for reader in range(num_ranks)})
+        step = buffer.take(1)
         assert step is not None  # the stream has no end
         steps.append(step)
     return steps
@@ -74,7 +74,7 @@ def steps_of(mix: str, num_ranks: int, tokens_per_rank: int, seed: int) -> list[
 def print_streams(ranks: list[int], seeds: int) -> None:
     """Prints balance and padding, then tokens per second of one reading rank."""
     table(
-        f"Streams, window of {WINDOW_BATCHES} micro-batches (limits: max/mean 1.01, padding 0.5 %)",
+        f"Streams, buffer of {BUFFER_BATCHES} micro-batches (limits: max/mean 1.01, padding 0.5 %)",
         *("mix", "ranks", "tokens/rank", "token spread", "placed, worst", "padding, worst"),
     )
     for mix in MIXES:
@@ -116,12 +116,12 @@ def _speed(mix: str, as_arrays: bool) -> tuple[float, float]:
             break
     only_stream = read / (time.process_time() - began)
     planner = PlacedPlanner(DistCAConfig(tokens_per_rank=TIMED_RANK_TOKENS), 1)
-    begin = StreamPosition(WindowPlace.beginning(0, 1))
-    window = Window(begin.place, planner.capacity_tokens, WINDOW_BATCHES * planner.capacity_tokens)
+    begin = StreamPosition(BufferPlace.beginning(0, 1))
+    buffer = StreamBuffer(begin.place, planner.capacity_tokens, BUFFER_BATCHES * planner.capacity_tokens)
     plans = HostPlans(planner=planner, rank=0, device=torch.device("cpu"))
     began = time.process_time()
     source = StreamSource(stream, Reading(), planner.longest_tokens)
-    feed = StreamFeed(source, begin, window, LocalTransport(), plans, micro_steps=1)
+    feed = StreamFeed(source, begin, buffer, LocalTransport(), plans, micro_steps=1)
     batches = islice(feed.micro_batches(), TIMED_TOKENS // TIMED_RANK_TOKENS)
     done = sum(int(fed.prepared.layout.document_tokens.sum()) for fed in batches)
     return done / (time.process_time() - began), only_stream

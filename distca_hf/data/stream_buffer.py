@@ -1,9 +1,9 @@
-"""Window: documents of a stream whose lengths all ranks know, and from which micro-batches are filled.
+"""Stream buffer: the documents of a stream whose lengths all ranks know. Micro-batches are filled from it.
 
     readers ──▶ | d d d d d d d d d d d d d d d d d | ──▶ optimizer step: full micro-batches, whole documents
                  oldest                      newest
 
-Readers read until the window holds its tokens. A step takes the oldest documents, and others to fill gaps. When all
+Readers read until the buffer holds its tokens. A step takes the oldest documents, and others to fill gaps. When all
 readers have ended, the rest is divided evenly. Everything follows from lengths and the number of readers, so all ranks
 do the same. The order of new documents depends on neither ranks nor `tokens_per_rank`.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from distca_hf.arrays import IntArray, ceil_div, offsets
 from distca_hf.data.epochs import Epoch, Fits, choose_full, pack_evenly
 from distca_hf.data.positions import MOST_EPOCHS, listed, refuse, whole
-from distca_hf.data.readers import Mark, ReaderPlace
+from distca_hf.data.readers import ReaderPlace, Snapshot
 from distca_hf.errors import ConfigError
 
 
@@ -41,24 +41,25 @@ class NewDocuments:
 
     Attributes:
         tokens, checksums: `[documents]` of each document.
-        mark: set after them; None if it set none.
+        snapshot: taken after them; None if the reader took none.
     """
 
     tokens: IntArray
     checksums: IntArray
     has_ended: bool
-    mark: Mark | None = None
+    snapshot: Snapshot | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class WindowPlace:
-    """All that a window depends on, at an end of an optimizer step.
+class BufferPlace:
+    """All that a buffer depends on, at the end of an optimizer step.
 
     Attributes:
-        pass_number, refills: of the pass through the stream; how often readers were asked in it.
-        readers: where each of them goes on.
-        keys: `[documents]` of the window, in order.
-        checksum: of these documents.
+        pass_number: number of the pass through the stream.
+        refills: how often readers were asked for documents in this pass.
+        readers: where each reader goes on.
+        keys: `[documents]` of the buffer, in order.
+        checksum: checksum of these documents.
     """
 
     pass_number: int
@@ -83,7 +84,7 @@ class WindowPlace:
     def fields(self) -> dict[str, object]:
         """Returns the place as lists of numbers and text."""
         readers = [
-            [one.mark.documents, one.mark.rows, one.mark.state, one.documents, int(one.has_ended)]
+            [one.snapshot.documents, one.snapshot.rows, one.snapshot.state, one.documents, int(one.has_ended)]
             for one in self.readers
         ]
         return {
@@ -109,14 +110,14 @@ class WindowPlace:
             first, rows, documents, ended = (whole("places", place[at]) for at in (0, 1, 3, 4))
             if documents < first or ended > 1:
                 refuse("places", place, "documents, rows, a state, documents after these and 0 or 1")
-            readers.append(ReaderPlace(Mark(first, rows, place[2]), documents, bool(ended)))
+            readers.append(ReaderPlace(Snapshot(first, rows, place[2]), documents, bool(ended)))
         if len(readers) != num_readers:
             refuse("places", places, f"a place of each of {num_readers} readers")
         keys = [whole("documents", key) for key in listed("documents", state.get("documents"), MOST_DOCUMENTS)]
         for key in keys:
             reader, number = key >> NUMBER_BITS, key & ((1 << NUMBER_BITS) - 1)
-            if reader >= num_readers or not readers[reader].mark.documents <= number < readers[reader].documents:
-                refuse("documents", key, f"documents that {num_readers} readers have read since their marks")
+            if reader >= num_readers or not readers[reader].snapshot.documents <= number < readers[reader].documents:
+                refuse("documents", key, f"documents that {num_readers} readers have read since their snapshots")
         if len(set(keys)) < len(keys):
             refuse("documents", keys, "each document once")
         return cls(
@@ -143,38 +144,34 @@ class StepDocuments:
     packed: Epoch
 
 
-class Window:
-    """Documents that are known and not yet handed out.
+class StreamBuffer:
+    """Documents that are known and not yet in a micro-batch.
 
     Args:
         place: where it begins.
         capacity_tokens: most tokens of a micro-batch.
-        window_tokens: readers read until it holds these.
+        buffer_tokens: readers read until the buffer holds so many tokens.
         seed, shuffle: decide the order of new documents; without shuffling, readers alternate.
         fits: see `EpochPacker`.
     """
 
     def __init__(
         self,
-        place: WindowPlace,
+        place: BufferPlace,
         capacity_tokens: int,
-        window_tokens: int,
+        buffer_tokens: int,
         seed: int = 0,
         shuffle: bool = True,
         fits: Fits | None = None,
     ) -> None:
         self._start = place
-        self._capacity_tokens, self._window_tokens = capacity_tokens, window_tokens
+        self._capacity_tokens, self._buffer_tokens = capacity_tokens, buffer_tokens
         self._seed, self._shuffle, self._fits = seed, shuffle, fits
         self._pass, self._refills = place.pass_number, place.refills
-        self._marks = [[reader.mark] for reader in place.readers]
+        self._snapshots = [[reader.snapshot] for reader in place.readers]
         self._read = [reader.documents for reader in place.readers]
         self._ended = [reader.has_ended for reader in place.readers]
         self._keys = self._tokens = self._checksums = NO_DOCUMENTS
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._keys)
 
     @property
     def document_tokens(self) -> IntArray:
@@ -187,26 +184,26 @@ class Window:
         return all(self._ended) and not len(self._keys)
 
     def share_tokens(self) -> int:
-        """Returns how many tokens each reader that has not ended is to read now; 0 if the window is full."""
-        missing, going_on = self._window_tokens - int(self._tokens.sum()), self._ended.count(False)
+        """Returns how many tokens each reader that has not ended is to read now; 0 if the buffer is full."""
+        missing, going_on = self._buffer_tokens - int(self._tokens.sum()), self._ended.count(False)
         return ceil_div(missing, going_on) if going_on and missing > 0 else 0
 
     def has_ended(self, reader: int) -> bool:
-        """Returns whether a reader has told that it has no more documents."""
+        """Returns whether a reader has no more documents."""
         return self._ended[reader]
 
-    def first_of(self, reader: int) -> int:
+    def next_number(self, reader: int) -> int:
         """Returns the number of the next document of a reader."""
         return self._read[reader]
 
     def restore(self, read_again: Sequence[NewDocuments]) -> None:
-        """Takes the documents that each reader read since its mark; keeps those that its place names.
+        """Takes the documents that each reader read since its snapshot; keeps those that its place names.
 
         Raises:
-            ConfigError: they are not the documents that they were.
+            ConfigError: the stream has other documents now.
         """
         keys = [
-            keys_of(number, place.mark.documents, len(read.tokens))
+            keys_of(number, place.snapshot.documents, len(read.tokens))
             for number, (place, read) in enumerate(zip(self._start.readers, read_again, strict=True))
         ]
         found, wanted = np.concatenate(keys), self._start.keys
@@ -231,8 +228,8 @@ class Window:
             before.append(offsets(read.tokens)[:-1])
             self._read[reader] += len(read.tokens)
             self._ended[reader] = read.has_ended
-            if read.mark is not None:
-                self._marks[reader].append(read.mark)
+            if read.snapshot is not None:
+                self._snapshots[reader].append(read.snapshot)
         of_old, tokens_before = len(self._keys), np.concatenate(before)
         order = np.argsort(tokens_before, kind="stable")
         if self._shuffle:
@@ -245,7 +242,7 @@ class Window:
         self._refills += 1
 
     def take(self, micro_steps: int) -> StepDocuments | None:
-        """Takes the documents of the next optimizer step out of the window; None at the end of the pass. The window
+        """Takes the documents of the next optimizer step out of the buffer; None at the end of the pass. The buffer
         must be full."""
         if self.is_at_end:
             return None
@@ -268,19 +265,19 @@ class Window:
         self._checksums = self._checksums[kept]
         return step
 
-    def place(self) -> WindowPlace:
-        """Returns the present place, and forgets marks that no document needs any more."""
+    def place(self) -> BufferPlace:
+        """Returns the current place, and drops snapshots that no document needs any more."""
         num_readers = len(self._read)
         oldest = np.array(self._read, dtype=np.int64)
         reader, number = self._keys >> NUMBER_BITS, self._keys & ((1 << NUMBER_BITS) - 1)
         np.minimum.at(oldest, reader, number)
         for one, first in enumerate(oldest.tolist()):
-            marks = self._marks[one]
-            del marks[: bisect_right(marks, first, key=lambda mark: mark.documents) - 1]
+            snapshots = self._snapshots[one]
+            del snapshots[: bisect_right(snapshots, first, key=lambda snapshot: snapshot.documents) - 1]
         readers = tuple(
-            ReaderPlace(self._marks[one][0], self._read[one], self._ended[one]) for one in range(num_readers)
+            ReaderPlace(self._snapshots[one][0], self._read[one], self._ended[one]) for one in range(num_readers)
         )
-        return WindowPlace(self._pass, self._refills, readers, self._keys, self._checksum())
+        return BufferPlace(self._pass, self._refills, readers, self._keys, self._checksum())
 
     def _checksum(self) -> int:
         """Returns a checksum of 62 bits of the documents in this order."""

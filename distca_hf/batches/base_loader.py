@@ -1,4 +1,4 @@
-"""Delivery: hands out placed micro-batches, once all ranks have agreed to take the same one."""
+"""Base of loaders: hands out placed micro-batches, once all ranks have agreed to take the same one."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ log = get_logger(__name__)
 UNUSED_BATCHES = 4
 
 
-class Delivery:
-    """Hands out micro-batches. A loader is one, and says where they come from.
+class BaseLoader:
+    """Hands out micro-batches. A loader is a subclass that prepares them.
 
     Args:
-        planner: plans the micro-batches.
+        planner: settings and facts about the model.
         transport: connects the ranks of the planner.
-        device: of the batches.
+        device: device of the batches.
         micro_steps: micro-batches of an optimizer step.
         prefetch: micro-batches that are prepared ahead.
 
