@@ -227,9 +227,9 @@ class StreamFeed:
                 continue
             snapshot, first = one.snapshot, self._buffer.next_number(reader)
             found = self._noted(one.read(share_tokens), reader, first, one.has_ended)
-            read[reader] = replace(found, mark=None if one.mark is mark else one.mark)
-        self._open = [reader for reader in range(self._num_readers) if not self._window.has_ended(reader)]
-        self._window.add(self._told(read, number, f"{share_tokens} tokens"))
+            read[reader] = replace(found, snapshot=None if one.snapshot is snapshot else one.snapshot)
+        self._open = [reader for reader in range(self._num_readers) if not self._buffer.has_ended(reader)]
+        self._buffer.add(self._told(read, number, f"{share_tokens} tokens"))
 
     def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> NewDocuments:
         """Keeps documents until they are sent; returns what other ranks must know of them."""

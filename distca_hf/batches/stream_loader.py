@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distca_hf.batches.agreement import shared_facts
-from distca_hf.batches.delivery import Delivery
+from distca_hf.batches.base_loader import BaseLoader
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import HostPlans, Prefetcher
@@ -187,7 +187,7 @@ class StreamLoader(BaseLoader):
         meter.begin(self)
         try:
             feed = StreamFeed(
-                *(self._source, begin, Window(begin.place, *settings), self._reading_transport, self.preparer),
+                *(self._source, begin, StreamBuffer(begin.place, *settings), self._reading_transport, self.preparer),
                 *(self._micro_steps, {**shared_facts(self._planner.config), **self._settings}),
             )
         except Exception:

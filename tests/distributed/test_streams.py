@@ -192,7 +192,7 @@ def _other_inputs() -> None:
 
 def _differs(**of_rank_1: Any) -> None:
     """Reads with a setting that differs on rank 1."""
-    of_plugin: dict[str, Any] = {"tokens_per_rank": TOKENS_PER_RANK, "stream_window_tokens": 0}
+    of_plugin: dict[str, Any] = {"tokens_per_rank": TOKENS_PER_RANK, "stream_buffer_tokens": 0}
     of_loader: dict[str, Any] = {"seed": 3, "shuffle": True, "prefetch": 2, "micro_steps": 1}
     if torch.distributed.get_rank():
         for settings in (of_plugin, of_loader):
@@ -207,7 +207,7 @@ def _differs(**of_rank_1: Any) -> None:
         ({"shuffle": False}, "shuffle is True on rank 0, False on rank 1"),
         ({"prefetch": 3}, "prefetch is 2 on rank 0, 3 on rank 1"),
         ({"micro_steps": 2}, "micro_steps is 1 on rank 0, 2 on rank 1"),
-        ({"stream_window_tokens": 1000}, "stream_window_tokens is 0 on rank 0, 1000 on rank 1"),
+        ({"stream_buffer_tokens": 1000}, "stream_buffer_tokens is 0 on rank 0, 1000 on rank 1"),
         ({"tokens_per_rank": 64}, "tokens_per_rank is 48 on rank 0, 64 on rank 1"),
     ],
     ids=str,
