@@ -174,8 +174,8 @@ class GivenAgreement:
             # By bit; bit 0: the rank holds any of them.
             "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
             "images that may move": -1 if read.images is None or not may_move(batch) else len(read.images.sizes),
-            "images wait": int(images_wait),
-            "images train": int(any(gradients_of[1:])),
+            # By bit: whether towers wait for those of all ranks; whether they need gradients.
+            "towers": images_wait + 2 * any(gradients_of[1:]),
         }
         if self._transport.grid.shape[2] > 1:
             flags[CHECKSUM] = checksum_of(batch, lengths) if read.checksum is None else read.checksum
@@ -199,7 +199,7 @@ class GivenAgreement:
         if CHECKSUM in flags:
             self._check_same_batch(agreement, number)
         num_images, holding = numbers["images that may move"], [int(of > 0) for of in numbers["dtypes of images"]]
-        wait, train = any(numbers["images wait"]), any(numbers["images train"])
+        wait, train = (any(of & bit for of in numbers["towers"]) for bit in (1, 2))
         if wait and min(num_images) < 0:
             check_all_hold(self._transport, holding, number)
         self._check_dtypes(numbers["dtypes of images"], number)

@@ -26,6 +26,8 @@ from distca_hf.runtime.moved_images import DTYPES
 SIZES = "image_sizes"
 # Argument of forward that takes features instead of pixels.
 OUTPUTS = "mm_encoder_outputs"
+# Further arguments of `get_image_features`, which its configuration has, too.
+CHOICES = ("vision_feature_layer", "vision_feature_select_strategy")
 KNOWN = {IMAGES.values, IMAGES.grid, SIZES, VIDEOS.values, VIDEOS.grid}
 # Numbers before the sizes in a gather: counts of images and of all items, then the form of pixels.
 HEADER = 8
@@ -130,9 +132,9 @@ def images_of(batch: Mapping[str, Any], has_sizes: bool) -> BatchImages | None:
 
 def may_move(batch: Mapping[str, Any]) -> bool:
     """Returns whether other ranks may compute the images of a batch: no gradient returns to its pixels, and the caller
-    gives no features."""
+    gives no features, and no choice of features, which may differ on another rank."""
     pixels = (batch.get(media.values) for media in (IMAGES, VIDEOS))
-    return batch.get(OUTPUTS) is None and not (
+    return all(batch.get(name) is None for name in (OUTPUTS, *CHOICES)) and not (
         torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in pixels)
     )
 

@@ -144,6 +144,33 @@ def test_features_that_one_rank_gives_are_used(tmp_path: Path) -> None:
     assert max(run_ranks(2, _give_features, tmp_path)) <= MOST
 
 
+def _choose() -> float:
+    model, batch = enabled("llava"), given("llava", PROMPTS[dist.get_rank()])
+    train(model, batch | {"vision_feature_layer": -1 - dist.get_rank()})
+    batches = [given("llava", [row]) | {"vision_feature_layer": -1 - rank} for rank in (0, 1) for row in PROMPTS[rank]]
+    return worst(summed(model), alone("llava", batches))
+
+
+def test_features_that_ranks_choose_are_used(tmp_path: Path) -> None:
+    assert max(run_ranks(2, _choose, tmp_path)) <= MOST
+
+
+def _divide() -> float:
+    plugin, mesh = distca_hf.DistCAPlugin(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plugin.use_mesh(mesh, data="data", tensor="tensor")
+    model = distca_hf.enable(made("qwen3_vl", "plain", "distca"), plugin)
+    train(model, given("qwen3_vl", MANY[dist.get_rank() // 2]))
+    gradients = gradients_of(model)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient, group=mesh["data"].get_group())
+    assert watch_of(model).towers.imbalance[0] == 2.0
+    return worst(gradients, alone("qwen3_vl", batches_alone("qwen3_vl", MANY)))
+
+
+def test_tensor_ranks_compute_the_same_images(tmp_path: Path) -> None:
+    assert max(run_ranks(4, _divide, tmp_path)) <= MOST
+
+
 def _fail() -> tuple[bool, bool, float]:
     """Returns whether images wait for the backbone after a pass that fails before it, and after the next one."""
     model, open_after = enabled(), list[bool]()

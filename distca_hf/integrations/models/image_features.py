@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.beginnings import IMAGES
-from distca_hf.batches.images import KNOWN, OUTPUTS, SIZES, PixelForm, PixelKind
+from distca_hf.batches.images import CHOICES, KNOWN, OUTPUTS, SIZES, PixelForm, PixelKind
 from distca_hf.integrations.models.sharing import OVER_ROWS
 from distca_hf.integrations.models.structure import (
     backbone_of,
@@ -34,8 +34,6 @@ from distca_hf.runtime.moved_images import FeatureForm, Features
 
 # Features that are moved.
 FEATURES = "pooler_output", "deepstack_features"
-# Further arguments of `get_image_features`, which are the same for all images.
-CHOICES = ("vision_feature_layer", "vision_feature_select_strategy")
 # Names of sizes in configurations of towers.
 WIDTHS, DEPTHS = ("hidden_size", "embed_dim", "embed_hidden_size"), ("num_hidden_layers", "depth")
 
@@ -180,8 +178,6 @@ def compute_features(
         arguments[IMAGES.grid] = torch.from_numpy(sizes).to(pixels.device)
     elif form.kind is PixelKind.PADDED_IMAGE:
         arguments[SIZES] = torch.from_numpy(sizes[:, 1:]).to(pixels.device)
-    names = inspect.signature(backbone.get_image_features).parameters  # type: ignore[arg-type]
-    arguments |= {name: given[name] for name in CHOICES if name in names and name in given}
     if passes_keywords_on(type(backbone).forward, "get_image_features"):  # such as interpolate_pos_encoding
         known = inspect.signature(backbone.forward).parameters
         settings = ((name, value) for name, value in given.items() if name not in known)
