@@ -3,7 +3,7 @@
 The loader's position is after the last micro-batch that it handed out, however far the background thread is ahead.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from distca_hf.data.positions import check_checksum, check_identity, whole, with
 from distca_hf.data.rows import Reading
 from distca_hf.data.stream_buffer import MOST_READERS, BufferPlace, StreamBuffer
 from distca_hf.data.streams import StreamSource
-from distca_hf.errors import ConfigError, PackingError
+from distca_hf.errors import ConfigError, PackingError, StepTimeoutError
 from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.telemetry import get_logger
 
@@ -45,8 +45,8 @@ class StreamLoader(BaseLoader):
     """Iterates over placed micro-batches of a stream, like `PlacedLoader`.
 
     One iteration is one pass through the stream, or its rest: every document exactly once. The loader has no length.
-    The next iteration goes on where the last one stopped. If the loader repeats, an iteration has no end: pass follows
-    pass, and a step that one pass cannot fill is filled from the next.
+    The next iteration goes on where the last one stopped, which it ends if it is still held. If the loader repeats, an
+    iteration has no end: pass follows pass, and a step that one pass cannot fill is filled from the next.
 
     Args:
         stream: a `datasets.IterableDataset`, the whole one on every rank; or another iterable of rows with
@@ -118,6 +118,7 @@ class StreamLoader(BaseLoader):
         self._warned_of_waiting = self._logged_division = False
         self._read_seconds = [0.0] * transport.world_size
         self.documents_truncated = 0
+        self._ahead: Generator[FedBatch, None, None] | None = None  # of the latest iteration
         self.restart()
 
     def restart(self) -> None:
@@ -145,7 +146,7 @@ class StreamLoader(BaseLoader):
                 number of ranks has changed.
         """
         num_readers = self._position.place.num_readers
-        if isinstance(state, Mapping) and self._source.is_divided_here:
+        if isinstance(state, Mapping) and self._source.is_divided_here and "readers" in state:
             num_readers = whole("readers", state.get("readers"), least=1, most=MOST_READERS)
         check_identity(state, self._identity(num_readers))
         place = BufferPlace.read(state, num_readers)
@@ -178,6 +179,8 @@ class StreamLoader(BaseLoader):
             yield from self._of_pass()
 
     def _of_pass(self) -> Iterator[dict[str, Any]]:
+        if self._ahead is not None:  # an iteration that is still held: two threads would mix their exchanges
+            self._ahead.close()
         begin = self._position
         if not self._logged_division:
             self._logged_division = True
@@ -195,10 +198,18 @@ class StreamLoader(BaseLoader):
             raise
         ahead_of = Prefetcher(feed.micro_batches, self._prefetch, self.times, in_step=True)
         use = None
-        with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
+        self._ahead = ahead_of.__iter__()
+        with closing(self._ahead) as ahead, shown_to_accelerate(self):
             while True:
+                if self._ahead is not ahead:
+                    raise ConfigError(
+                        f"rank {self._transport.rank}, micro-batch {self._position.micro_batches}: a later iteration "
+                        "of this loader has begun, and only the latest can go on; make a loader for each"
+                    )
                 try:
                     fed = next(ahead, None)
+                except StepTimeoutError:  # a rank that still reads would not hear more
+                    raise
                 except Exception:
                     Agreement.announce_unable(self._transport, self._position.micro_batches, Occasion.TAKE)
                     raise
@@ -219,7 +230,9 @@ class StreamLoader(BaseLoader):
             if self.writes_epochs and use is not None and use.trained:
                 log.info("%s", meter.read_alone(self).in_words(f"pass {begin.place.pass_number} of the stream"))
         if use is None and begin.place.is_beginning:
-            raise PackingError("the stream gave no document. Look at what filtered it, or at its files")
+            number = begin.place.pass_number
+            remedy = "Iterating over it again must begin it anew" if number else "Look at its filters, or at its files"
+            raise PackingError(f"pass {number}: the stream gave no document. {remedy}")
 
     @property
     def _settings(self) -> dict[str, object]:

@@ -130,6 +130,13 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, object]) -> 
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"the saved loader position is a {type(state).__name__}, and not a mapping of fields")
+    if ("readers" in state) != ("readers" in identity):
+        kinds = ("a map-style dataset", "a stream")
+        raise ConfigError(
+            f"the saved loader position is of {kinds['readers' in state]}, and this loader reads "
+            f"{kinds['readers' in identity]}, in another order. Resume with data of the same kind, or begin it anew, "
+            "without a position"
+        )
     for name, value in identity.items():
         if type(state.get(name)) is not type(value) or state[name] != value:
             raise ConfigError(

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from distca_hf.arrays import IntArray, exclusive_cumsum
-from distca_hf.data.documents import Tokens, check_values, fit_documents, tokens_of
+from distca_hf.data.documents import Tokens, check_values, fit_documents, follows_masks, tokens_of
 from distca_hf.data.drawn_rows import generators_left_alone, in_words, inputs_of, random_states, values_of
+from distca_hf.data.rows import MASK_COLUMNS
 from distca_hf.data.streams import StreamSource
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.telemetry import get_logger
@@ -109,6 +110,7 @@ class StreamReader:
         self.snapshot, self.has_ended = place.snapshot, False
         self.inputs: Mapping[str, np.dtype[Any]] | None = None
         self.seconds, self.truncated = 0.0, 0
+        self._learnt: list[str] | None = None  # columns that say which tokens are learnt
         self._bad_rows = 0  # since the last good one
         with generators_left_alone():  # loaders with workers draw a seed for them
             self._part = source.part(number, num_readers, pass_number)
@@ -208,6 +210,8 @@ class StreamReader:
         ids = row.get("input_ids")
         if ids is None:
             raise PackingError(f"{where}the stream gives no 'input_ids', only {list(row)}; tokenise it (stream.map)")
+        if not hasattr(ids, "__len__"):
+            raise PackingError(f"{where}input_ids is {ids!r}, and must be a list of the tokens of a document")
         tokens = len(ids)
         if tokens == 0:
             raise PackingError(f"{where}it has no tokens; leave such rows out (stream.filter)")
@@ -222,8 +226,20 @@ class StreamReader:
                 f"{where}the stream gives {in_words(inputs)} besides tokens, and {in_words(self.inputs)} before; give "
                 "every row the same inputs of the model"
             )
+        followed = ("labels", *MASK_COLUMNS) if follows_masks(reading, values) else ("labels",)
+        learnt = [name for name in followed if name in values]
+        if self._learnt is None:
+            self._learnt = learnt
+        elif learnt != self._learnt:
+            raise PackingError(
+                f"{where}the columns of what is learnt are {learnt}, and {self._learnt} before: give every row the "
+                "same. All tokens of a row are learnt if its labels are its input_ids"
+            )
         packed = shown.get("seq_lengths")
-        lengths = np.array([tokens] if packed is None else list(packed), dtype=np.int64)
+        lengths = np.atleast_1d(np.array(tokens if packed is None else packed))
+        if lengths.dtype.kind not in "iu" or lengths.ndim != 1:
+            raise PackingError(f"{where}seq_lengths are {packed!r}, and must be a list of lengths of documents")
+        lengths = lengths.astype(np.int64)
         if lengths.sum() != tokens or (lengths < 1).any():
             raise PackingError(f"{where}seq_lengths are {lengths.tolist()}, and the row has {tokens} tokens")
         # 2. Whole documents, or parts of those that are too long.

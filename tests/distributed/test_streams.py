@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -16,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import distca_hf
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.stream_loader import StreamLoader
+from distca_hf.config import Timeouts
 from distca_hf.data.rows import Reading
+from distca_hf.errors import ConfigError
 from support.ranks import run_ranks, start_ranks
 from support.streams import Rows, all_tokens, numbered, numbered_stream, tokens_in
 
@@ -102,6 +105,26 @@ def test_batches_are_bit_equal_after_two_stops_on_the_same_ranks(tmp_path: Path)
         assert batches > 30
 
 
+def _held() -> tuple[Counter[int], str]:
+    """Tokens of a whole pass, of which an iteration that is held took the first batch; and what it raises later."""
+    loader = _loader(numbered_stream(DOCUMENTS))
+    held = iter(loader)
+    seen = tokens_in(next(held))
+    for batch in loader:
+        seen += tokens_in(batch)
+    with pytest.raises(ConfigError) as raised:
+        next(held)
+    return seen, str(raised.value)
+
+
+def test_a_new_iteration_ends_one_that_is_held(tmp_path: Path) -> None:
+    parts = run_ranks(2, _held, tmp_path)
+
+    assert sum((seen for seen, _ in parts), Counter()) == all_tokens(DOCUMENTS)
+    for rank, (_, told) in enumerate(parts):
+        assert re.match(rf"rank {rank}, micro-batch \d+: a later iteration of this loader has begun", told)
+
+
 def _own_rows() -> Counter[int]:
     """Each rank gives its own rows, rank 1 many more."""
     rank = torch.distributed.get_rank()
@@ -173,6 +196,27 @@ def _missing_shard() -> None:
             raise FileNotFoundError("shard-7.parquet")
 
     list(_loader((Missing if torch.distributed.get_rank() == 1 else Rows)([{"input_ids": [3]}])))
+
+
+def _waits_for_ever() -> None:
+    class Waits(Rows):
+        def __iter__(self) -> Any:
+            yield from islice(super().__iter__(), 60)
+            if torch.distributed.get_rank() == 1:
+                threading.Event().wait()
+            yield from self.rows[60:]
+
+    rows = [{"input_ids": numbered(number)} for number in range(200)]
+    list(_loader(Waits(rows), timeouts=Timeouts(agreement_seconds=3.0)))
+
+
+def test_rank_that_waits_for_its_stream_too_long_is_named(tmp_path: Path) -> None:
+    outcome, _ = start_ranks(2, _waits_for_ever, tmp_path, endless=frozenset({1}))
+
+    assert outcome.exit_code == 1
+    assert re.search(r"StepTimeoutError: rank 0, micro-batch \d+, agreement to read: rank 1 does not", outcome.output)
+    # It did not wait a second time, to tell rank 1.
+    assert "could not be reached" not in (tmp_path / "rank-0.log").read_text()
 
 
 def _fails_in_training() -> None:

@@ -343,6 +343,50 @@ def test_what_cannot_be_resumed_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         loader_of(numbered_stream())
 
 
+def test_positions_of_datasets_and_of_streams_are_not_mixed() -> None:
+    stored = random_dataset(60, lengths=(5, 9, 17))
+    loaders = loader_of(stored), loader_of(stored.to_iterable_dataset())
+    positions = []
+    for loader in loaders:
+        next(iter(loader))
+        positions.append(saved(loader))
+    with pytest.raises(ConfigError, match="is of a stream, and this loader reads a map-style dataset"):
+        loaders[0].load_state_dict(positions[1])
+    with pytest.raises(ConfigError, match="is of a map-style dataset, and this loader reads a stream"):
+        loaders[1].load_state_dict(positions[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"input_ids": 5}, "input_ids is 5, and must be a list"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}, r"seq_lengths are \[1\.5, 1\.5\], and must be a list"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": 2}, r"seq_lengths are \[2\], and the row has 3 tokens"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, r"'labels' of int64 with shape \(2,\); input_ids has 3 tokens"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, r"columns of what is learnt are \['labels'\], and \[\] before"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 0]}, "column 'loss_mask' holds numbers that a loss may need"),
+    ],
+    ids=str,
+)
+def test_a_row_unlike_the_others_is_refused_by_its_number(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(PackingError, match=f"reader 0 of 1, row 2: .*{told}"):
+        list(loader_of(Rows([{"input_ids": [1, 2]}, {"input_ids": [3]}, row])))
+
+
+def test_a_stream_that_does_not_begin_again_is_told() -> None:
+    class Once(Rows):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            self._begin = self.at
+            return super().__iter__()
+
+    loader = loader_of(Once([{"input_ids": numbered(number)} for number in range(60)]))
+    assert tokens_of(loader) == all_tokens(60)
+    with pytest.raises(
+        PackingError, match=r"pass 1: the stream gave no document\. Iterating over it again must begin"
+    ):
+        next(iter(loader))
+
+
 def test_state_that_json_would_change_is_refused() -> None:
     class Strange(Rows):
         def state_dict(self) -> dict[Any, Any]:
