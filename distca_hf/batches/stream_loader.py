@@ -118,7 +118,7 @@ class StreamLoader(BaseLoader):
         self._warned_of_waiting = self._logged_division = False
         self._read_seconds = [0.0] * transport.world_size
         self.documents_truncated = 0
-        self._ahead: Generator[FedBatch, None, None] | None = None  # of the latest iteration
+        self._ahead: Generator[StreamBatch, None, None] | None = None  # of the latest iteration
         self.restart()
 
     def restart(self) -> None:
