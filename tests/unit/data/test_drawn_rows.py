@@ -90,10 +90,20 @@ def test_columns_of_a_row_and_its_segments_come_from_one_run() -> None:
 
 
 OWN = np.random.default_rng(0)
-CALLS = count()
+CALLS, DRAWN = count(), [0]
+
+
+def drawn_anew() -> int:
+    """Draws from fresh entropy, and never the same number twice in a row."""
+    while (number := int(np.random.default_rng().integers(1, TOKENS))) == DRAWN[0]:
+        pass
+    DRAWN[0] = number
+    return number
+
+
 REFUSED_DRAWS: dict[str, Callable[[], int]] = {
     "a generator of its own": lambda: int(OWN.integers(1, TOKENS)),
-    "fresh entropy": lambda: int(np.random.default_rng().integers(1, TOKENS)),
+    "fresh entropy": drawn_anew,
     "the number of calls": lambda: 1 + next(CALLS) % (TOKENS - 1),
 }
 
