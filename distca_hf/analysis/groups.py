@@ -57,10 +57,10 @@ class Groups:
             PackingError: a row has a prefix and no group, a group and no prefix, a prefix longer than its document, or
                 another prefix than its group.
         """
-        prefix_tokens = [*map(_cell, columns.get(PREFIX_COLUMN, ()))]
-        if all(prefix is None or prefix == "" for prefix in prefix_tokens):
+        given_prefixes = columns.get(PREFIX_COLUMN, ())
+        if all(prefix is None or prefix == "" for prefix in map(_cell, given_prefixes)):
             return None
-        groups = map(_cell, columns.get(GROUP_COLUMN, [None] * len(tokens)))
+        prefix_tokens, groups = map(_cell, given_prefixes), map(_cell, columns.get(GROUP_COLUMN, [None] * len(tokens)))
         first: dict[str, tuple[int, int]] = {}
         names, prefixes = list[str | None](), list[int]()
         for row, (given, prefix, length) in enumerate(zip(groups, prefix_tokens, tokens.tolist(), strict=True)):

@@ -24,7 +24,7 @@ from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.models import ModelShape
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
-from distca_hf.batches import loader
+from distca_hf.batches import base_loader
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
@@ -56,7 +56,7 @@ class OneOfMany(LocalTransport):
 @pytest.fixture(autouse=True)
 def the_other_ranks_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the comparison of tokens at cuts: no other rank is there."""
-    monkeypatch.setattr(loader, "check_cuts", lambda *given: None)
+    monkeypatch.setattr(base_loader, "check_cuts", lambda *given: None)
 
 
 @cache

@@ -15,7 +15,7 @@ from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_epoch, pack_in_ord
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
-from distca_hf.batches import loader
+from distca_hf.batches import base_loader
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport
@@ -40,7 +40,7 @@ def long_tail(documents: int, longest: int) -> list[int]:
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_an_epoch_has_the_imbalance_that_training_logs(micro_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On 8 ranks, over all micro-batches; documents in order are the packed ones, before regrouping."""
-    monkeypatch.setattr(loader, "check_cuts", lambda *given: None)  # nobody holds the other side of a cut
+    monkeypatch.setattr(base_loader, "check_cuts", lambda *given: None)  # nobody holds the other side of a cut
     lengths, tokens_per_rank = long_tail(1500, 4000), 1000
     request = PlanRequest(8, tokens_per_rank, 8, micro_steps, preset("llama3-8b"))
     packed = pack_epoch(np.array(lengths), request, seed=7)
