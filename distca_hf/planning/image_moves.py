@@ -72,10 +72,8 @@ class ImageMoves:
             rows: `[units of the batch]` number of rows of each unit.
             all_rows: `[units]` the same for all ranks.
         """
-        num_ranks = len(self.of_ranks)
-        leaving = ranges(offsets(rows)[:-1][self.sent], rows[self.sent])
-        sent = sum_by(self.sent_to, rows[self.sent], num_ranks)
-        return leaving, sent.tolist(), sum_by(self.computed_of, all_rows[self.computed], num_ranks).tolist()
+        sent = sum_by(self.sent_to, rows[self.sent], len(self.of_ranks))
+        return _rows_of(self.sent, rows), sent.tolist(), self._computed_rows(all_rows)
 
     def feature_rows(self, rows: IntArray, all_rows: IntArray) -> tuple[IntArray, list[int], list[int]]:
         """Returns the places of features, in the order in which they come home, and numbers of rows to and from each
@@ -86,9 +84,15 @@ class ImageMoves:
             all_rows: `[units]` the same for all ranks.
         """
         num_ranks = len(self.of_ranks)
-        order = np.argsort(self.computed_on, kind="stable")
-        places = ranges(offsets(rows)[:-1][order], rows[order])
-        sent = np.zeros(num_ranks, dtype=np.int64)
-        if not self.is_dummy:
-            sent = sum_by(self.computed_of, all_rows[self.computed], num_ranks)
-        return places, sent.tolist(), sum_by(self.computed_on, rows, num_ranks).tolist()
+        places = _rows_of(np.argsort(self.computed_on, kind="stable"), rows)
+        sent = [0] * num_ranks if self.is_dummy else self._computed_rows(all_rows)
+        return places, sent, sum_by(self.computed_on, rows, num_ranks).tolist()
+
+    def _computed_rows(self, all_rows: IntArray) -> list[int]:
+        """Returns the number of rows of the units that this rank computes, by the rank that holds them."""
+        return sum_by(self.computed_of, all_rows[self.computed], len(self.of_ranks)).tolist()
+
+
+def _rows_of(units: IntArray, rows: IntArray) -> IntArray:
+    """Returns the rows of some units of a batch, one unit after the other."""
+    return ranges(offsets(rows)[:-1][units], rows[units])

@@ -49,7 +49,7 @@ from lib.header import facts_of
 from lib.model import Backbone, Shape, prepare
 from lib.modes import AsOfTrainer, Batch, Mode, Place, without
 from lib.options import on_all_ranks, parse_shared, shared_options
-from lib.parser import count, few, whole, write_figures
+from lib.parser import chosen_modes, count, few, whole, write_figures
 from lib.report import Measured
 from lib.rounds import equal_losses
 from lib.tables import markdown, number
@@ -122,9 +122,8 @@ def parse() -> argparse.Namespace:
     for name in ("config", "preset", "documents", "liger", "compile"):
         if vars(options)[name] != parser.get_default(name):
             parser.error(f"--{name} is for other programs: this one has --size and its own documents")
-    options.workloads, options.layers = options.workloads.split(","), options.layers or 4
-    if unknown := [name for name in options.workloads if name not in WORKLOADS]:
-        parser.error(f"workload {unknown[0]!r} is none of {', '.join(WORKLOADS)}")
+    options.workloads = chosen_modes(parser, options.workloads, WORKLOADS, "workload") or [*WORKLOADS]
+    options.layers = options.layers or 4
     for name in ("pages", "photos", "texts", "page_side", "photo_side"):
         if vars(options)[name] % 2:
             parser.error(f"--{name.replace('_', '-')} {vars(options)[name]} is odd")

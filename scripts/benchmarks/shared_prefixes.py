@@ -62,7 +62,7 @@ from lib.header import facts_of
 from lib.model import Backbone, LossModel, Shape, build_model, prepare, probe, read_config
 from lib.modes import AsOfTrainer, Batch, Batches, Mode, Place, without
 from lib.options import on_all_ranks, parse_shared, shared_options
-from lib.parser import count, whole, write_figures
+from lib.parser import chosen_modes, count, whole, write_figures
 from lib.report import Measured
 from lib.rounds import equal_losses
 from lib.tables import markdown, number
@@ -109,9 +109,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=whole, default=0, help="of lengths, branches and tokens")
     options = parse_shared(parser, MODES)
-    options.workloads = options.workloads.split(",")
-    if unknown := [name for name in options.workloads if name not in WORKLOADS]:
-        parser.error(f"workload {unknown[0]!r} is none of {', '.join(WORKLOADS)}")
+    options.workloads = chosen_modes(parser, options.workloads, WORKLOADS, "workload") or [*WORKLOADS]
     if options.rows % 2:
         parser.error(f"--rows {options.rows} is odd, and dpo has pairs of rows")
     return options

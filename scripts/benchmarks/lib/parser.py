@@ -43,12 +43,18 @@ def described(modes: Mapping[str, str]) -> str:
     return "\n".join(["modes:", *shown])
 
 
-def chosen_modes(parser: argparse.ArgumentParser, text: str | None, known: Collection[str]) -> list[str] | None:
-    """Returns the modes of a text with commas; None if nothing was said. Ends with a message if one is not known."""
+def chosen_modes(
+    parser: argparse.ArgumentParser, text: str | None, known: Collection[str], kind: str = "mode"
+) -> list[str] | None:
+    """Returns the modes of a text with commas; None if nothing was said. Ends with a message if one is not known.
+
+    Args:
+        kind: what the names stand for, in the message.
+    """
     names = text.split(",") if text else None
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        parser.error(f"mode {unknown[0]!r} is none of {', '.join(known)}")
+        parser.error(f"{kind} {unknown[0]!r} is none of {', '.join(known)}")
     return names
 
 
