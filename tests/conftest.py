@@ -68,8 +68,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that need GPUs where there are none."""
     import torch
 
-    devices = torch.cuda.device_count()
+    from support.gpus import gpu_ranks
+
+    devices, ranks = torch.cuda.device_count(), gpu_ranks()
     for item in items:
         needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
-        if needed > devices:
+        if needed > ranks:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, {devices} are here"))

@@ -1,13 +1,12 @@
 """An attention server is killed while GPUs exchange with it over NCCL: training goes on, with the same losses."""
 
-import ctypes
-import os
 import sys
 
 import pytest
 import torch
 
 from support.commands import REPOSITORY, run_command
+from support.gpus import loaded_nccl_version
 
 
 SCRIPT = REPOSITORY / "scripts" / "faults" / "lose_servers.py"
@@ -41,14 +40,3 @@ def test_a_lost_server_costs_a_step(how: str) -> None:
     )
     assert f"2 servers lost ({how})" in output
     assert "2 run again" in output
-
-
-def loaded_nccl_version() -> tuple[int, ...]:
-    """Returns the version of the NCCL in this process, which may be preloaded in place of torch's."""
-    try:
-        nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
-    except OSError:  # it is a part of torch's own library
-        return torch.cuda.nccl.version()
-    code = ctypes.c_int()
-    assert nccl.ncclGetVersion(ctypes.byref(code)) == 0
-    return code.value // 10000, code.value // 100 % 100, code.value % 100

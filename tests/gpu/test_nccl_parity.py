@@ -18,6 +18,7 @@ from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing import attend_documents, rows_of_rank
+from support.gpus import gpu_ranks
 from support.layouts import random_plan
 from support.parity import live_plan
 from support.ranks import run_ranks
@@ -87,7 +88,7 @@ def _errors(num_ranks: int, kv_residency: Residency, num_chunks: int, kind: str)
 def test_error_is_at_most_twice_that_of_bf16_pytorch(
     kv_residency: Residency, num_chunks: int, kind: str, tmp_path: Path
 ) -> None:
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     by_rank = run_ranks(num_ranks, _errors, tmp_path, num_ranks, kv_residency, num_chunks, kind, backend="nccl")
 
     for errors in by_rank:
@@ -105,7 +106,7 @@ def _equal_repeats(num_ranks: int, kv_residency: Residency, num_chunks: int, kin
 @pytest.mark.parametrize("kind", ["placed", "moved heads", "striped"])
 @pytest.mark.parametrize(("kv_residency", "num_chunks"), [("refetch", 1), ("keep", 3)])
 def test_fifty_repeats_are_bit_equal(kv_residency: Residency, num_chunks: int, kind: str, tmp_path: Path) -> None:
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     arguments = num_ranks, kv_residency, num_chunks, kind
 
     equal = run_ranks(num_ranks, _equal_repeats, tmp_path, *arguments, backend="nccl")
@@ -128,7 +129,7 @@ def _recomputed(num_ranks: int, num_chunks: int, kind: str) -> list[Trained]:
 def test_recomputed_attention_is_the_same_from_what_came_before(num_chunks: int, kind: str, tmp_path: Path) -> None:
     """With FlashAttention 4 bit by bit. Own calls have other numbers of heads where nothing comes, and torch's kernel
     sums in another order then: not far apart."""
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     plan = _plan(num_ranks, kind)
     kernel = choose_kernel(
         "auto", Operands("cuda", torch.cuda.get_device_capability()[0], torch.bfloat16, HEADS, GROUPS, DIM, DIM), SPEC

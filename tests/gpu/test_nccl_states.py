@@ -22,6 +22,7 @@ from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.testing import rows_of_rank
 from support.carried_steps import FOUR, LARGEST_DIFFERENCE, TWO, layout_of
+from support.gpus import gpu_ranks
 from support.ranks import run_ranks
 from support.wide_models import SIZES, wide_model
 
@@ -108,6 +109,6 @@ def _differences(model_type: str, by_heads: bool, shares: bool) -> list[float]:
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen3_5", "kimi_linear", "nemotron_h", "jamba", "lfm2"])
 def test_mixers_are_as_on_each_document_alone(model_type: str, by_heads: bool, shares: bool, tmp_path: Path) -> None:
-    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    num_ranks = 4 if gpu_ranks() == 4 else 2
     for differences in run_ranks(num_ranks, _differences, tmp_path, model_type, by_heads, shares, backend="nccl"):
         assert max(differences) <= LARGEST_DIFFERENCE

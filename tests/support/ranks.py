@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from support.commands import HANG_SECONDS, REPOSITORY
+from support.gpus import use_gpu
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -218,7 +219,7 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
             DISTCA_ATTENTION_SERVERS=str(job.servers),
         )
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        use_gpu(rank)
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
