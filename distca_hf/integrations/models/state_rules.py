@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from distca_hf.planning.folds import MOST_HEADS
 from distca_hf.runtime.buckets import Bucket
@@ -32,8 +31,9 @@ Packed = Callable[[DeviceGroup], dict[str, Any]]
 Tensors = Sequence[torch.Tensor]
 # Most last fragments that get a call each, for which rows need not be gathered.
 FEW_FRAGMENTS = 4
-# Number of Mamba1's tokens whose decays, `[T, C, S]`, exist at once.
-DECAY_TOKENS = 256
+# Step of tokens that add a state's entries to Mamba1's scan. It is small, so that entries hardly decay, and a power of
+# two, so that division by it is exact.
+ENTRY_STEP = 2.0**-10
 
 
 class Begun(NamedTuple):
@@ -241,23 +241,15 @@ class Scan(StateRule):
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
         """See `StateRule`."""
-        if len(last.tokens) <= FEW_FRAGMENTS:
-            pairs = zip(_each(rows, last), states.split(1), strict=True)
-            return torch.cat([self.outputs(part, initial_states=state) for part, state in pairs], dim=1)
-
-        def run(bucket: Bucket) -> Any:
-            before = states.index_select(0, bucket.numbers)
-            return self.outputs([bucket.gathered(x[0]) for x in rows], initial_states=before)
-
-        return last.buckets.run(run, rows[0].shape[1])[None]
+        return _in_batches(lambda part, before: self.outputs(part, initial_states=before), rows, states, last)
 
 
 class SelectiveScan(StateRule):
-    """Mamba1's scan. Its kernels take no state and have no gradients of the last one. So this class computes B, and
-    adds the contribution of a state also to last fragments.
+    """Mamba1's scan. Its kernels take no state and have no gradients of the last one. So S tokens before the rows of a
+    fragment add the entries of its state, and S tokens after them read the state out.
 
     Args:
-        function: of the rows transposed, `[1, C, T]`, and further keywords, like Transformers'.
+        function: of the rows transposed, `[N, C, T]`, and further keywords, like Transformers'.
         rows: x, steps `[1, T, C]`, B and C `[1, T, S]`, and gates `[1, T, C]` if there are any.
         A: `[C, S]`; D: `[C]`.
         of_steps: keywords delta_bias and delta_softplus.
@@ -287,31 +279,51 @@ class SelectiveScan(StateRule):
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
         """See `StateRule`."""
         parts = list(_each(rows, held.followed))
-        steps = [self._steps(part) for part in parts]
-        sums = [step_1TC.cumsum(1) for step_1TC in steps]
-        add, times = [], []
-        for (x_1TC, _, B_1TS, *_), step_1TC, sum_1TC in zip(parts, steps, sums, strict=True):
-            rest_TC = sum_1TC[0, -1] - sum_1TC[0]
-            x_TC = step_1TC[0] * x_1TC[0].to(self.dtype)
-            with torch.autocast(x_TC.device.type, enabled=False):
-                found = _in_chunks(self._sum_of_inputs, rest_TC, x_TC, B_1TS[0].to(self.dtype))
-            add.append(torch.stack(found).sum(0))
-            times.append((self._A.to(self.dtype) * sum_1TC[0, -1, :, None]).exp())
-        kept: list[Tensors] = [(sums[number], *parts[number][3:]) for number in held.on_host.middle_numbers]
-        summaries = torch.cat([torch.stack(add), torch.stack(times)], dim=2)
-        outputs = torch.cat([self.outputs(part) for part in parts], dim=1)
+        made = [self._run(part, reads_state=True) for part in parts]
+        add = torch.cat([state for _, state in made])
+        steps = torch.cat([self._steps(part).sum(1) for part in parts])
+        summaries = torch.cat([add, (self._A.to(self.dtype) * steps[..., None]).exp()], dim=2)
+        kept: list[Tensors] = [parts[number][1:] for number in held.on_host.middle_numbers]
+        outputs = torch.cat([out for out, _ in made], dim=1).to(rows[0].dtype)
         return Begun(outputs, summaries.unflatten(1, (self._heads, -1)), kept)
 
     def _steps(self, rows: Tensors) -> torch.Tensor:
-        """Returns steps of rows, `[1, T, C]`."""
+        """Returns steps of rows, `[N, T, C]`."""
         bias = self._of_steps["delta_bias"]
-        step_1TC = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
-        return functional.softplus(step_1TC) if self._of_steps["delta_softplus"] else step_1TC
+        step_NTC = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
+        return functional.softplus(step_NTC) if self._of_steps["delta_softplus"] else step_NTC
 
-    def _sum_of_inputs(self, rest_TC: torch.Tensor, x_TC: torch.Tensor, B_TS: torch.Tensor) -> torch.Tensor:
-        """Returns what these tokens add to the state after the fragment, `[C, S]`."""
-        decay_TCS = (self._A.to(self.dtype) * rest_TC[..., None]).exp()
-        return torch.einsum("tcs,tc,ts->cs", decay_TCS, x_TC, B_TS)
+    def _run(
+        self, rows: Tensors, states_NCS: torch.Tensor | None = None, reads_state: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the function in `self.dtype`, so that states are not rounded.
+
+        Returns:
+            outputs `[N, T, C]`, and states after the rows, `[N, C, S]`, empty unless they are read; of `self.dtype`.
+        """
+        with torch.autocast(rows[0].device.type, enabled=False):
+            A, step_NTC = self._A.to(self.dtype), self._steps(rows)
+            state_dim = A.shape[1]
+            x_NTC, B_NTS, C_NTS, *gate = (rows[at].to(self.dtype) for at in (0, *range(2, len(rows))))
+            before = 0 if states_NCS is None else state_dim
+            padding = 0, 0, before, state_dim if reads_state else 0  # of channels, then of tokens
+            x, step, B, C = (functional.pad(one, padding) for one in (x_NTC, step_NTC, B_NTS, C_NTS))
+            one_each = torch.eye(state_dim, dtype=self.dtype, device=x.device)
+            if states_NCS is not None:
+                # Entry s decays while the tokens of entries s + 1, ..., S - 1 follow.
+                later_S = torch.arange(state_dim - 1, -1, -1, device=x.device)
+                entries_NCS = states_NCS * (A * (-ENTRY_STEP * later_S)).exp() / ENTRY_STEP
+                x = torch.cat([entries_NCS.transpose(1, 2), x[:, before:]], dim=1)
+                step = torch.cat([torch.full_like(step[:, :before], ENTRY_STEP), step[:, before:]], dim=1)
+                B = torch.cat([one_each.expand(len(B), -1, -1), B[:, before:]], dim=1)
+            if reads_state:  # steps of 0 keep it
+                C = torch.cat([C[:, :-state_dim], one_each.expand(len(C), -1, -1)], dim=1)
+            x_NCT, step_NCT, B_NST, C_NST = (one.transpose(1, 2) for one in (x, step, B, C))
+            found_NTC = self._function(x_NCT, step_NCT, A, B_NST, C_NST, D=self._D).transpose(1, 2)
+            output_NTC, ended_NSC = found_NTC[:, before:].tensor_split((x_NTC.shape[1],), dim=1)
+            if gate:
+                output_NTC = output_NTC * functional.silu(gate[0])
+            return output_NTC, ended_NSC.transpose(1, 2)
 
     def nothing(self) -> torch.Tensor:
         """See `StateRule`."""
@@ -325,29 +337,33 @@ class SelectiveScan(StateRule):
         return add if state is None else torch.addcmul(add, times, state)
 
     def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
-        """See `StateRule`."""
-        sum_1TC, C_1TS, *gate = kept
-        state_CS = state.flatten(0, 1)
-
-        def read(sum_TC: torch.Tensor, C_TS: torch.Tensor) -> torch.Tensor:
-            decay_TCS = (self._A.to(self.dtype) * sum_TC[..., None]).exp()
-            return torch.einsum("tcs,cs,ts->tc", decay_TCS, state_CS, C_TS)
-
-        more_TC = torch.cat(_in_chunks(read, sum_1TC[0], C_1TS[0].to(self.dtype)))
-        gate_1TC = functional.silu(gate[0].to(self.dtype)) if gate else 1
-        return (output + more_TC * gate_1TC).to(output.dtype)
+        """See `StateRule`. Rows whose x is 0 add nothing to the state."""
+        more, _ = self._run((torch.zeros_like(output), *kept), state.flatten(0, 1)[None])
+        return (output + more).to(output.dtype)
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
         """See `StateRule`."""
-        outputs = []
-        for part, state in zip(_each(rows, last), states, strict=True):
-            sum_1TC, output = self._steps(part).cumsum(1), self.outputs(part)
-            with torch.autocast(state.device.type, enabled=False):
-                outputs.append(self.added(output, (sum_1TC, *part[3:]), state))
-        return torch.cat(outputs, dim=1)
+        states_FCS, dtype = states.flatten(1, 2), rows[0].dtype
+        return _in_batches(lambda part, before: self._run(part, before)[0].to(dtype), rows, states_FCS, last)
 
 
-def _in_chunks(function: Callable[..., torch.Tensor], *of_rows: torch.Tensor) -> list[torch.Tensor]:
-    """Returns results for a few tokens each. Backward recomputes them, because their operands are `[T, C, S]`."""
-    pieces = zip(*(x.split(DECAY_TOKENS) for x in of_rows), strict=True)
-    return [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+def _in_batches(
+    function: Callable[[Tensors, torch.Tensor], torch.Tensor], rows: Tensors, states: torch.Tensor, last: DeviceGroup
+) -> torch.Tensor:
+    """Runs a function on last fragments and their states, a call for each if they are few.
+
+    Args:
+        function: takes rows `[N, T, ...]` and states `[N, ...]`, returns outputs `[N, T, ...]`.
+        states: `[fragments, ...]`.
+
+    Returns:
+        outputs `[1, T, ...]`.
+    """
+    if len(last.tokens) <= FEW_FRAGMENTS:
+        pairs = zip(_each(rows, last), states.split(1), strict=True)
+        return torch.cat([function(part, state) for part, state in pairs], dim=1)
+
+    def run(bucket: Bucket) -> torch.Tensor:
+        return function([bucket.gathered(x[0]) for x in rows], states.index_select(0, bucket.numbers))
+
+    return last.buckets.run(run, rows[0].shape[1])[None]
