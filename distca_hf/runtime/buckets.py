@@ -8,8 +8,8 @@ Documents are gathered into batches with padding on the right, and results are s
 on later ones, so that padding changes nothing.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,31 +21,11 @@ from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
 SHORT_TOKENS = 64
 
 
-class Bucket(NamedTuple):
-    """Documents of similar lengths.
+class Buckets:
+    """Documents divided into batches, each of documents of similar lengths.
 
     Attributes:
-        documents, longest_tokens: sizes of the padded batch.
-        numbers: int64 `[documents]` their numbers among all documents.
-        rows: int64 `[tokens]` rows of their tokens in the pack.
-        places: int64 `[tokens]` places of their tokens in the padded batch, counted row by row.
-    """
-
-    documents: int
-    longest_tokens: int
-    numbers: torch.Tensor
-    rows: torch.Tensor
-    places: torch.Tensor
-
-    def gathered(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns `[documents, longest_tokens, ...]` of `[tokens, ...]`, padded with zeros."""
-        padded = flat.new_zeros(self.documents * self.longest_tokens, *flat.shape[1:])
-        padded = padded.index_copy(0, self.places, flat.index_select(0, self.rows))
-        return padded.unflatten(0, (self.documents, self.longest_tokens))
-
-
-class Buckets:
-    """Divides documents into buckets.
+        numbers: for each batch, int64 `[documents]` numbers of its documents.
 
     Args:
         document_tokens: `[documents]` lengths.
@@ -56,33 +36,43 @@ class Buckets:
     def __init__(self, document_tokens: IntArray, device: torch.device, rows: IntArray | None = None) -> None:
         starts = exclusive_cumsum(document_tokens)
         power = np.ceil(np.log2(np.maximum(document_tokens, SHORT_TOKENS)))
-        self._buckets = []
-        for of_bucket in np.unique(power):
-            chosen = np.flatnonzero(power == of_bucket)
-            tokens = document_tokens[chosen]
-            longest = int(tokens.max())
-            at = ranges(starts[chosen], tokens)
-            places = ranges(np.arange(len(chosen)) * longest, tokens)
-            indices = chosen, at if rows is None else rows[at], places
-            self._buckets.append(Bucket(len(chosen), longest, *(to_device(index, device) for index in indices)))
+        chosen = [np.flatnonzero(power == of_batch) for of_batch in np.unique(power)]
+        self._sizes = [(len(documents), int(document_tokens[documents].max())) for documents in chosen]
+        documents = np.argsort(power, kind="stable")
+        tokens = document_tokens[documents]
+        at = ranges(starts[documents], tokens)
+        sizes = np.array(self._sizes, dtype=np.int64).reshape(-1, 2)
+        padded_tokens = sizes[:, 1].repeat(sizes[:, 0])
+        places = ranges(exclusive_cumsum(padded_tokens), tokens)
+        self._rows, self._places = (to_device(index, device) for index in (at if rows is None else rows[at], places))
+        self.numbers = to_device(documents, device).split([number for number, _ in self._sizes])
 
-    def run(self, function: Callable[[Bucket], torch.Tensor], num_rows: int) -> torch.Tensor:
-        """Runs a function on every bucket.
+    def gathered(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns for each batch `[documents, longest_tokens, ...]` of `[tokens, ...]`, padded with zeros."""
+        padded_tokens = [number * longest for number, longest in self._sizes]
+        padded: torch.Tensor = _Moved.apply(flat, self._rows, self._places, sum(padded_tokens))
+        return [batch.unflatten(0, size) for batch, size in zip(padded.split(padded_tokens), self._sizes, strict=True)]
 
-        Args:
-            function: gathers the rows of a bucket, and returns `[documents, longest_tokens, ...]`.
-
-        Returns:
-            `[num_rows, ...]` its results; 0 in rows outside documents.
-        """
-        joined: torch.Tensor | None = None
-        for bucket in self._buckets:
-            out = function(bucket).flatten(0, 1)
-            if joined is None:
-                joined = out.new_zeros(num_rows, *out.shape[1:])
-            joined = joined.index_copy(0, bucket.rows, out.index_select(0, bucket.places))
-        assert joined is not None
+    def joined(self, batches: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
+        """Returns `[num_rows, ...]` of batches `[documents, longest_tokens, ...]`; 0 in rows outside documents."""
+        flat = torch.cat([batch.flatten(0, 1) for batch in batches])
+        joined: torch.Tensor = _Moved.apply(flat, self._places, self._rows, num_rows)
         return joined
+
+
+class _Moved(torch.autograd.Function):
+    """Moves rows, none of them twice, to rows of a tensor of zeros. Backward moves gradients back: unlike that of
+    `index_select`, it adds nothing up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, num_rows: int) -> torch.Tensor:
+        ctx.source, ctx.target, ctx.num_rows = source, target, len(x)
+        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, target, x.index_select(0, source))
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        moved = gradients.new_zeros(ctx.num_rows, *gradients.shape[1:])
+        return moved.index_copy_(0, ctx.source, gradients.index_select(0, ctx.target)), None, None, None
 
 
 def to_device(numbers: IntArray, device: torch.device) -> torch.Tensor:

@@ -238,8 +238,8 @@ def _of_whole(rule: StateRule, rows: Sequence[torch.Tensor], group: DeviceGroup)
         return rule.outputs(rows)
     if rule.packed is not None:
         return rule.outputs(rows, **rule.packed(group))
-    num_rows = rows[0].shape[1]
-    return group.buckets.run(lambda bucket: rule.outputs([bucket.gathered(x[0]) for x in rows]), num_rows)[None]
+    batches = zip(*(group.buckets.gathered(x[0]) for x in rows), strict=True)
+    return group.buckets.joined([rule.outputs(batch) for batch in batches], rows[0].shape[1])[None]
 
 
 def _packed_by(function: Callable[..., Any], keyword: str) -> Packed | None:

@@ -3,14 +3,14 @@
 A whole mixer runs on batches of documents (`runtime.buckets`). That is exact for every mixer and needs no kernel.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import Cache
 
 from distca_hf.arrays import IntArray
-from distca_hf.runtime.buckets import Bucket, Buckets
+from distca_hf.runtime.buckets import Buckets
 from distca_hf.torch_private import hidden_from_dynamo
 
 
@@ -50,28 +50,26 @@ class DocumentRows:
             `[batch_size, row_tokens, ...]` the mixer's output, 0 for tokens of no document. In a tuple, Nones follow:
             the layer cannot use states of single documents.
         """
-        in_tuple = 0
-
-        def run(bucket: Bucket) -> torch.Tensor:
-            nonlocal in_tuple
-            given = [self._gathered(value, bucket) for value in args]
-            mixed: Any = mixer(*given, **{name: self._gathered(value, bucket) for name, value in keywords.items()})
-            in_tuple = len(mixed) if isinstance(mixed, tuple) else 0
-            out: torch.Tensor = mixed[0] if in_tuple else mixed
-            return out
-
-        joined = self._buckets.run(run, self.batch_size * self.row_tokens)
+        given = zip(*(self._gathered(value) for value in (*args, *keywords.values())), strict=True)
+        mixed: list[Any] = []
+        for of_batch in given:
+            of_names = dict(zip(keywords, of_batch[len(args) :], strict=True))
+            mixed.append(mixer(*of_batch[: len(args)], **of_names))
+        in_tuple = len(mixed[0]) if isinstance(mixed[0], tuple) else 0
+        outputs = [batch[0] if in_tuple else batch for batch in mixed]
+        joined = self._buckets.joined(outputs, self.batch_size * self.row_tokens)
         whole = joined.unflatten(0, (self.batch_size, self.row_tokens))
         return (whole, *[None] * (in_tuple - 1)) if in_tuple else whole
 
-    def _gathered(self, value: Any, bucket: Bucket) -> object:
-        """Returns the tokens of a batch of documents; None for a cache; other values unchanged."""
+    def _gathered(self, value: Any) -> Sequence[object]:
+        """Returns, for each batch of documents, its tokens; None for a cache; other values unchanged."""
+        num_batches = len(self._buckets.numbers)
         if isinstance(value, Cache):
-            return None
+            return [None] * num_batches
         if isinstance(value, tuple):
-            return tuple(self._gathered(part, bucket) for part in value)
+            return list(zip(*(self._gathered(part) for part in value), strict=True)) if value else [()] * num_batches
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != self.row_tokens:
-            return value
+            return [value] * num_batches
         if value.shape[0] not in (1, self.batch_size):
-            return value
-        return bucket.gathered(value.expand(self.batch_size, *value.shape[1:]).flatten(0, 1))
+            return [value] * num_batches
+        return self._buckets.gathered(value.expand(self.batch_size, *value.shape[1:]).flatten(0, 1))

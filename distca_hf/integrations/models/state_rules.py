@@ -22,7 +22,6 @@ import torch
 from torch.nn import functional
 
 from distca_hf.planning.folds import MOST_HEADS
-from distca_hf.runtime.buckets import Bucket
 from distca_hf.runtime.device_fragments import DeviceFragments, DeviceGroup
 
 
@@ -363,7 +362,8 @@ def _in_batches(
         pairs = zip(_each(rows, last), states.split(1), strict=True)
         return torch.cat([function(part, state) for part, state in pairs], dim=1)
 
-    def run(bucket: Bucket) -> torch.Tensor:
-        return function([bucket.gathered(x[0]) for x in rows], states.index_select(0, bucket.numbers))
-
-    return last.buckets.run(run, rows[0].shape[1])[None]
+    buckets = last.buckets
+    batches = zip(*(buckets.gathered(x[0]) for x in rows), strict=True)
+    before = (states.index_select(0, numbers) for numbers in buckets.numbers)
+    outputs = [function(batch, of_batch) for batch, of_batch in zip(batches, before, strict=True)]
+    return buckets.joined(outputs, rows[0].shape[1])[None]
