@@ -9,7 +9,7 @@ in memory at a time.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from distca_hf.analysis.report.figures import (
     in_nodes,
     spread,
 )
-from distca_hf.analysis.report.predictions import Predicted, Predictor
+from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.straggler import (
     findings_of,
     most_telling,
@@ -308,18 +308,19 @@ def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
     return [(source, destination, size) for (source, destination), size in sorted(found.items())]
 
 
-def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted: Predicted) -> Seconds:
+def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted: Seconds) -> Seconds:
     """Returns predicted and measured seconds of every rank."""
+
+    def spent(trace: RankTrace, uses: Sequence[Spent]) -> float:  # seconds that all calls of a rank spent on something
+        return sum(us for call in trace.calls for use, us in call.spans if use in uses) / 1e6
+
     traces = [of_ranks.get(rank) for rank in range(len(any_trace.work))]
     attention, waiting, exchange = (
-        [None if trace is None else _spent(trace, uses) for trace in traces]
+        [None if trace is None else spent(trace, uses) for trace in traces]
         for uses in (KERNELS, (Spent.WAIT,), EXCHANGES)
     )
-    return Seconds(
-        rates=predicted.rates,
-        source=predicted.source,
-        predicted_attention=predicted.attention,
-        predicted_rest=predicted.rest,
+    return replace(
+        predicted,
         attention=attention,
         waiting=waiting,
         exchange=exchange,
@@ -330,11 +331,6 @@ def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted:
         step=[None if trace is None else trace.step_seconds for trace in traces],
         waiting_for_servers=waiting_for_servers(of_ranks, any_trace.num_ranks),
     )
-
-
-def _spent(trace: RankTrace, uses: Sequence[Spent]) -> float:
-    """Returns the seconds that all calls of a rank spent on something."""
-    return sum(us for call in trace.calls for use, us in call.spans if use in uses) / 1e6
 
 
 def _calls(of_ranks: Mapping[int, RankTrace]) -> list[CallOfRanks]:

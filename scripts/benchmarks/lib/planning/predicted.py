@@ -32,6 +32,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from lib.documents import parse_documents
 from lib.model import PRESETS
+from lib.planning.bench_ways import even, gathered
 
 
 LAYERS, SLOW_CHUNKS = 4, 4
@@ -247,14 +248,14 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         # Attention is that of all GPUs, and all else that of the data ranks.
         gpus = ranks + setting.servers
         tokens = np.array([int(lengths.sum()) // ranks] * ranks + [0] * setting.servers)
-        return replace(ways.even(costs, lengths, gpus), tokens=tokens, saves_attention=True)
+        return replace(even(costs, lengths, gpus), tokens=tokens, saves_attention=True)
 
     loads: dict[str, Callable[[], Load]] = {
         "local": lambda: ways.plain_packing(costs, lengths, ranks),
-        "ideal": lambda: ways.even(costs, lengths, ranks),
+        "ideal": lambda: even(costs, lengths, ranks),
         "ulysses": lambda: ways.ulysses(costs, cluster, lengths, ranks),
         "ring": lambda: ways.ring(costs, cluster, lengths, ranks),
-        "context": lambda: ways.gathered(costs, cluster, [lengths], ranks),
+        "context": lambda: gathered(costs, cluster, [lengths], ranks),
         "recomputed": lambda: placed(False),
         "saved": lambda: placed(True),
         "fixed": lambda: fixed(False),
