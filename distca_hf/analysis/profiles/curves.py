@@ -181,7 +181,16 @@ def kernel_times_of(times: AttentionTimes) -> dict[str, Any]:
     queries = np.array(times.square_tokens)
     keys = np.array(sorted({*times.square_tokens, *times.prefix_keys} - set(queries[queries > times.prefix_keys[-1]])))
     keys = keys[keys >= queries[0]]
-    rows = [_row(times, number, keys) for number in queries[queries <= keys[-1]]]
+    notes, rows = Notes(), []  # seconds of the last queries of documents of this many tokens
+    for number in queries[queries <= keys[-1]]:
+        total, before = np.zeros(len(keys)), np.maximum(0.0, keys - number)
+        for square, prefix in (
+            (times.square_forward, times.prefix_forward),
+            (times.square_backward, times.prefix_backward),
+        ):  # beyond measured prefixes, rates are the border's
+            total += square_curve(times, square).at(number, notes)
+            total += prefix_surface(times, prefix).at(np.full(len(keys), number), before, notes)
+        rows.append(total)
     return {
         "query_tokens": [int(x) for x in queries[queries <= keys[-1]]],
         "key_tokens": [int(x) for x in keys],
@@ -190,17 +199,3 @@ def kernel_times_of(times: AttentionTimes) -> dict[str, Any]:
             for number, row in zip(queries, rows, strict=False)
         ],
     }
-
-
-def _row(times: AttentionTimes, queries: float, keys: FloatArray) -> FloatArray:
-    """Returns `[keys]` seconds of the last queries of documents of this many tokens; beyond measured prefixes, rates
-    are the border's."""
-    notes, total = Notes(), np.zeros(len(keys))
-    before = np.maximum(0.0, keys - queries)
-    for square, prefix in (
-        (times.square_forward, times.prefix_forward),
-        (times.square_backward, times.prefix_backward),
-    ):
-        total += square_curve(times, square).at(queries, notes)
-        total += prefix_surface(times, prefix).at(np.full(len(keys), queries), before, notes)
-    return total

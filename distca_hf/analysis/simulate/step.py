@@ -70,7 +70,12 @@ class Training:
 
     def micro_batch_seconds(self, load: Load) -> float:
         """Returns the seconds of one micro-batch, forward and backward."""
-        return sum(self.layers_seconds(load)) + self._ends(load) + load.beside_seconds
+        ends = sum(  # nothing is computed meanwhile
+            self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
+            for num_bytes in (self._root_bytes, self.costs.layer_weight_bytes)
+        )
+        ends = ends + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
+        return sum(self.layers_seconds(load)) + ends + load.beside_seconds
 
     def layers_seconds(self, load: Load) -> tuple[float, float]:
         """Returns the seconds of all layers, forward and backward.
@@ -173,14 +178,6 @@ class Training:
         node = Cluster(self.cluster.profile, ranks, ranks, self.costs.notes)
         return TENSOR_COLLECTIVES * (node.all_gather(hidden) + node.reduce_scatter(hidden))
 
-    def _ends(self, load: Load) -> float:
-        """Returns the seconds of embedding, head and loss, and of collectives with nothing computed meanwhile."""
-        collectives = sum(
-            self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
-            for num_bytes in (self._root_bytes, self.costs.layer_weight_bytes)
-        )
-        return collectives + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
-
     @property
     def _root_bytes(self) -> float:
         return self.costs.root_weight_bytes * self.root_share
@@ -213,7 +210,8 @@ class StagedTraining:
         Args:
             loads: on the data ranks of a stage.
         """
-        training, num_layers = self.training, self.training.costs.model.size.layers
+        training, costs = self.training, self.training.costs
+        num_layers = costs.model.size.layers
         shares = np.array(self.pipeline.layers_of_parts(num_layers)) / num_layers
         # [parts, micro-batches]
         passes = np.array([training.layers_seconds(load) for load in loads])
@@ -224,24 +222,16 @@ class StagedTraining:
         backward[0] += embedding / 2
         forward[-1] += HEAD_FORWARD_SHARE * head
         backward[-1] += (1 - HEAD_FORWARD_SHARE) * head
-        schedule = Schedule(self.pipeline, len(loads))
-        seconds = schedule.step_seconds_of_parts(forward, backward, self._hop_seconds())
-        return float(seconds) + self._collective_seconds()
-
-    def _hop_seconds(self) -> float:
-        """Returns the seconds of hidden states from one stage to another, on the slowest links between stages."""
-        costs = self.training.costs
+        # Hidden states from one stage to another, on the slowest links between stages.
         hidden = self.tokens_per_rank * costs.model.size.hidden_size * HALF_BYTES / costs.tensor_ranks
-        return self.cluster.alike_exchange(hidden)
-
-    def _collective_seconds(self) -> float:
-        """Returns the seconds of gathering all weights of a stage and of summing their gradients."""
-        costs = self.training.costs
-        layers = math.ceil(costs.model.size.layers / self.pipeline.num_stages)
-        return sum(
-            times * (self.training.gather_seconds(num_bytes) + self.training.reduce_seconds(num_bytes))
+        schedule, hop = Schedule(self.pipeline, len(loads)), self.cluster.alike_exchange(hidden)
+        # All weights of a stage are gathered, and their gradients summed.
+        layers = math.ceil(num_layers / self.pipeline.num_stages)
+        collectives = sum(
+            times * (training.gather_seconds(num_bytes) + training.reduce_seconds(num_bytes))
             for times, num_bytes in ((layers, costs.layer_weight_bytes), (1, costs.root_weight_bytes))
         )
+        return float(schedule.step_seconds_of_parts(forward, backward, hop)) + collectives
 
 
 def rooms_for_hops(stage: int, pipeline: Pipeline, micro_batches: int) -> int:
