@@ -80,17 +80,10 @@ class Assumptions:
         return SimulationRequest(
             *(SimulatedModel.of(request.model), gpus, request.tokens_per_rank, None, micro_steps),
             ranks_per_node=request.ranks_per_node,
-            checkpointing=self.checkpointing,
-            liger=self.liger,
-            gpu_gib=self.gpu_gib,
             batches=steps_worth_it(gpus * micro_steps),
-            seed=self.seed,
             pipeline=request.pipeline,
             staged_micro_batches=None if request.pipeline is None else request.micro_steps,
-            mlp_tokens=self.mlp_tokens,
-            attention_kv_heads=self.attention_kv_heads,
-            state_on_host=self.state_on_host,
-            host_gib=self.host_gib,
+            **{name: value for name, value in vars(self).items() if name != "cluster"},
         )
 
 
@@ -139,7 +132,7 @@ class Estimates:
             "over_sorted": self.over_sorted,
             "steps": self.ours.steps,
             "profile": self.costs.profile.summary(),
-            "ways": [way.as_json() for way in self.simulated.ways],
+            "ways": [dict(vars(way)) for way in self.simulated.ways],
             "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
             "room_bytes": round(self.room.gpu_bytes),
             "node_bytes": {

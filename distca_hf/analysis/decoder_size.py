@@ -225,16 +225,6 @@ class DecoderSize:
         """Layers of all kinds."""
         return sum(layer.count for layer in self.layers)
 
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of all layers."""
-        return sum(layer.count * layer.parameters for layer in self.layers)
-
-    @property
-    def largest_layer_parameters(self) -> int:
-        """Weights of the largest layer, including all experts."""
-        return max((layer.parameters for layer in self.layers), default=0)
-
     def matrices(self) -> Iterator[int]:
         """Yields the number of weights of each large matrix."""
         for layer in self.layers:

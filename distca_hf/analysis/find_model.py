@@ -86,7 +86,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     from distca_hf.analysis.check.run_check import judge_quietly
     from distca_hf.analysis.check.verdict import decoder_size
     from distca_hf.integrations.models.planner import step_flops
-    from distca_hf.pipelines.stages.stack import LayerStack
+    from distca_hf.pipelines.stages.divided_model import LayerStack
 
     name = candidate.name.replace(", default sizes", " (default sizes)")
     with without_hub():

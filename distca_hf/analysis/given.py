@@ -197,7 +197,7 @@ class GivenAnswer:
             "worst_step_imbalance_before": self.worst(False)[0],
             "worst_step_imbalance": self.worst(False)[1],
             "worst_step_imbalance_placed_loss": self.worst(True)[1] if self.places_rows else None,
-            "ways": [way.as_json() for way in self.simulated.ways],
+            "ways": [dict(vars(way)) for way in self.simulated.ways],
             "node_bytes": self.request.room.node_bytes(self.memory, self.request.gpus),
             "shared_prefixes": None if self.sharing is None else self.sharing.as_json(),
             "advice": self.advice or None,
@@ -264,14 +264,9 @@ def run_given(options: PlanOptions) -> None:
             "your own. Leave out one or the other"
         )
     profile = find_profile(options.cluster)
+    model = SimulatedModel.of(find_model(options.model))
     request = SimulationRequest(
-        *(
-            SimulatedModel.of(find_model(options.model)),
-            options.gpus,
-            DEFAULT_TOKENS_PER_RANK,
-            options.context,
-            options.micro_steps,
-        ),
+        *(model, options.gpus, DEFAULT_TOKENS_PER_RANK, options.context, options.micro_steps),
         ranks_per_node=options.ranks_per_node,
         checkpointing=cast(Checkpointing, options.checkpointing),  # the request refuses any other
         liger=options.liger,

@@ -248,7 +248,12 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
     missing = [rank for rank in all_ranks if rank not in of_ranks]
     predicted = predictor.predict(of_ranks, len(any_trace.work))
     seconds = _seconds(of_ranks, any_trace, predicted)
-    sent = _sent(of_ranks)
+    # Who sends how much to whom: from the sender's trace, or if that is missing, from the receiver's.
+    found = {(rank, other): size for rank, trace in of_ranks.items() for other, size in trace.sent_bytes}
+    for rank, trace in of_ranks.items():
+        for other, size in trace.received_bytes:
+            found.setdefault((other, rank), size)
+    sent = [(source, destination, size) for (source, destination), size in sorted(found.items())]
     numbers = {"stage": any_trace.stage, "chunk": any_trace.chunk, "tensor rank": any_trace.tensor_rank}
     parts = [f", {name} {number}" for name, number in numbers.items() if number]
     nodes_sent, sent = in_nodes(
@@ -297,15 +302,6 @@ def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[st
     if incomplete:
         facts.append(("without all of backward", names_in_words(incomplete)))
     return facts
-
-
-def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
-    """Returns who sends how much to whom: from the sender's trace, or if that is missing, from the receiver's."""
-    found = {(rank, other): size for rank, trace in of_ranks.items() for other, size in trace.sent_bytes}
-    for rank, trace in of_ranks.items():
-        for other, size in trace.received_bytes:
-            found.setdefault((other, rank), size)
-    return [(source, destination, size) for (source, destination), size in sorted(found.items())]
 
 
 def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted: Seconds) -> Seconds:

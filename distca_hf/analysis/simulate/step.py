@@ -44,10 +44,6 @@ class Training:
 
     Attributes:
         layers_checkpointed: whether layers are computed again in backward.
-        has_head: whether the last matrix and the loss are computed.
-        has_optimizer: whether AdamW makes a step.
-        reduce_bytes: of a number in sums of gradients over ranks.
-        root_share: part of the weights outside layers that the model has; benchmarks leave the head out.
         gathers_layers: whether weights are gathered, and gradients summed, in each layer of each micro-batch. Stages
             of a pipeline do so once in an optimizer step.
         sums_gradients: whether gradients are summed over ranks; under `no_sync` each rank adds them to its own.
@@ -56,10 +52,6 @@ class Training:
     costs: Costs
     cluster: Cluster
     layers_checkpointed: bool = True
-    has_head: bool = True
-    has_optimizer: bool = True
-    reduce_bytes: int = HALF_BYTES
-    root_share: float = 1.0
     gathers_layers: bool = True
     sums_gradients: bool = True
 
@@ -72,7 +64,7 @@ class Training:
         """Returns the seconds of one micro-batch, forward and backward."""
         ends = sum(  # nothing is computed meanwhile
             self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
-            for num_bytes in (self._root_bytes, self.costs.layer_weight_bytes)
+            for num_bytes in (self.root_bytes, self.costs.layer_weight_bytes)
         )
         ends = ends + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
         return sum(self.layers_seconds(load)) + ends + load.beside_seconds
@@ -93,8 +85,6 @@ class Training:
 
     def optimizer_seconds(self) -> float:
         """Returns the seconds of AdamW's step on a rank's share of the weights."""
-        if not self.has_optimizer:
-            return 0.0
         weights = self.costs.model.size.parameters / self.shards / self.costs.tensor_ranks
         return weights * self.costs.profile.rates.optimizer_seconds
 
@@ -106,17 +96,17 @@ class Training:
         """Returns the seconds of summing the gradients of weights of this many bytes in bf16."""
         if not self.sums_gradients:
             return 0.0
-        return self.cluster.reduce_scatter(weight_bytes * self.reduce_bytes / HALF_BYTES)
+        return self.cluster.reduce_scatter(weight_bytes)
 
     def embedding_seconds(self, load: Load) -> float:
         """Returns the seconds of the embedding, forward and backward: its rows are read and written, and its gradient
         is cleared and added to."""
         rows = float(load.tokens.max()) * self.costs.model.size.hidden_size * HALF_BYTES
-        return float(self.costs.copy_seconds(5 * rows + 2 * self._root_bytes))
+        return float(self.costs.copy_seconds(5 * rows + 2 * self.root_bytes))
 
     def head_seconds(self, load: Load) -> float:
         """Returns the seconds of the last matrix and the loss, forward and backward."""
-        return float(self.costs.head_seconds(load.of_head).max()) if self.has_head else 0.0
+        return float(self.costs.head_seconds(load.of_head).max())
 
     def cast_seconds(self) -> float:
         """Returns the seconds of casting a rank's share of weights, and of gradients."""
@@ -179,8 +169,9 @@ class Training:
         return TENSOR_COLLECTIVES * (node.all_gather(hidden) + node.reduce_scatter(hidden))
 
     @property
-    def _root_bytes(self) -> float:
-        return self.costs.root_weight_bytes * self.root_share
+    def root_bytes(self) -> float:
+        """Bytes of the weights outside of layers, in bf16."""
+        return self.costs.root_weight_bytes
 
 
 # Forward seconds of the head over all of its seconds: one product of three.
