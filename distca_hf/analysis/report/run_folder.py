@@ -256,7 +256,7 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
     sent = [(source, destination, size) for (source, destination), size in sorted(found.items())]
     numbers = {"stage": any_trace.stage, "chunk": any_trace.chunk, "tensor rank": any_trace.tensor_rank}
     parts = [f", {name} {number}" for name, number in numbers.items() if number]
-    nodes_sent, sent = in_nodes(
+    nodes_sent, shown = in_nodes(
         sent, any_trace.num_ranks, len(any_trace.work) - any_trace.num_ranks, any_trace.ranks_per_node
     )
     return StepFigures(
@@ -271,7 +271,7 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
         tokens=[of_ranks[rank].tokens if rank in of_ranks else None for rank in ranks],
         num_ranks=any_trace.num_ranks,
         servers=any_trace.servers,
-        sent=sent,
+        sent=shown,
         speeds=any_trace.speeds,
         nodes_sent=nodes_sent,
         missing=missing,

@@ -368,7 +368,8 @@ class DividedModel:
         # Leaves other parts out when it is initialised, without memory; `from_pretrained` reads weights afterwards.
         others = [rf"^{re.escape(name)}\." for name in stack.modules_of_others(layers, **ends)]
         added = {"__init__": init, "__module__": whole.__module__, "_keys_to_ignore_on_load_unexpected": others}
-        model, seen = type(whole.__name__, (whole,), added).from_pretrained(
+        part_class: Any = type(whole.__name__, (whole,), added)
+        model, seen = part_class.from_pretrained(
             self.checkpoint,
             attn_implementation=IMPLEMENTATION,
             dtype=self.dtype,
