@@ -260,9 +260,9 @@ class EpochFigures:
             documents=len(document_tokens),
             tokens=int(document_tokens.sum()),
             longest_document_tokens=int(document_tokens.max()),
-            micro_batches=len(plans.in_order.tokens),
+            micro_batches=len(plans.tokens),
             planned_micro_batches=len(plans.planned),
-            imbalance_before=Spread.of(plans.in_order.imbalance),
+            imbalance_before=Spread.of(plans.imbalance_before),
             imbalance=Spread.of(plans.imbalance),
             bytes_max_rank=int(plans.received_bytes.max()),
         )
@@ -321,12 +321,12 @@ def make_answer(
         given_tokens: `[documents]` lengths before any were cut.
     """
     request = step.request
-    given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches
+    given = () if packed.origin is not None else packed.first_step(request.micro_steps)
     estimates = make_estimates(request, packed.document_tokens, assumptions, given, compare)
     return PlanAnswer(
         step=step,
         epoch=EpochFigures.of(plans, packed.document_tokens),
-        imbalance_before=plans.in_order.imbalance,
+        imbalance_before=plans.imbalance_before,
         assumptions=assumptions,
         estimates=estimates,
         choices=_choices(step, plans, given_tokens, assumptions, estimates),

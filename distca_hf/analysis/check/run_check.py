@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import transformers
 from datasets.utils.logging import disable_progress_bar
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -35,6 +35,7 @@ from distca_hf.analysis.tables import (
     memory_table,
     of_host,
     plain_table,
+    print_blocks,
     print_json,
 )
 from distca_hf.errors import ConfigError
@@ -137,7 +138,7 @@ def run_check(options: CheckOptions) -> int:
     if options.as_json:
         print_json(answer.as_json())
     else:
-        print_answer(answer, Terminal(), options.numerics)
+        print_blocks(Terminal(), answer_blocks(answer, options.numerics))
     return REFUSED if answer.verdict.status == "refused" else WORKS
 
 
@@ -208,15 +209,8 @@ PARTS = {
 INDENTED = (0, 0, 0, 2)
 
 
-def print_answer(answer: CheckAnswer, console: Console, with_numerics: bool = False) -> None:
-    """Prints the verdict with reasons and limits, layers, kernels, memory, and on request numerics."""
-    for number, each in enumerate(_blocks(answer, with_numerics)):
-        if number:
-            console.print()
-        console.print(each, highlight=False)
-
-
-def _blocks(answer: CheckAnswer, with_numerics: bool) -> Iterator[RenderableType]:
+def answer_blocks(answer: CheckAnswer, with_numerics: bool = False) -> Iterator[RenderableType]:
+    """Yields the verdict with reasons and limits, layers, kernels, memory, and on request numerics."""
     verdict = answer.verdict
     yield _verdict(answer)
     if verdict.kinds:
