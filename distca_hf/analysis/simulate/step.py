@@ -62,12 +62,13 @@ class Training:
 
     def micro_batch_seconds(self, load: Load) -> float:
         """Returns the seconds of one micro-batch, forward and backward."""
+        layers = sum(self.layers_seconds(load))
         ends = sum(  # nothing is computed meanwhile
             self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
             for num_bytes in (self.root_bytes, self.costs.layer_weight_bytes)
         )
         ends = ends + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
-        return sum(self.layers_seconds(load)) + ends + load.beside_seconds
+        return layers + ends + load.beside_seconds
 
     def layers_seconds(self, load: Load) -> tuple[float, float]:
         """Returns the seconds of all layers, forward and backward.

@@ -319,9 +319,9 @@ def test_documents_that_do_not_fit_together_are_drawn_apart() -> None:
 
 
 def test_a_batch_is_divided_into_micro_steps_in_order() -> None:
-    step = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2)).first_step(2)
-    assert [batch.tolist() for batch in step] == [[10, 30, 5, 15], [20, 20]]
-    assert step.origin is None
+    packed = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2))
+    assert [batch.tolist() for batch in packed.first_step(2)] == [[10, 30, 5, 15], [20, 20]]
+    assert packed.origin is None
 
 
 def test_no_micro_step_of_a_batch_holds_more_than_the_ranks() -> None:

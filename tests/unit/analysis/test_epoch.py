@@ -113,7 +113,7 @@ def choices(lengths: list[int], **more: Any) -> dict[int, Choice]:
     packed = pack_epoch(np.array(lengths), request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
     assumptions = Assumptions(liger=True, gpu_gib=140.0)
-    answer = make_answer(make_report(request, packed.first_step(1)), plans, packed, np.array(lengths), assumptions)
+    answer = make_answer(make_report(request, packed), plans, packed, np.array(lengths), assumptions)
     return {choice.tokens_per_rank: choice for choice in answer.choices}
 
 

@@ -200,5 +200,5 @@ def test_steps_are_those_that_a_training_in_stages_packs() -> None:
     packed = pack_epoch(lengths, PlanRequest(4, 8192, 8, 8, preset("llama3-8b"), pipeline=Pipeline(4)), seed=0)
     step, *_ = request_of(pipeline=Pipeline(4)).steps(lengths)
 
-    assert [batch.tolist() for batch in step] == [batch.tolist() for batch in packed.first_step(8).micro_batches]
+    assert [batch.tolist() for batch in step] == [batch.tolist() for batch in packed.first_step(8)]
     assert all(len(batch) for batch in step)
