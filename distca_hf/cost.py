@@ -20,7 +20,7 @@ from the model's configuration, `distca plan` from a config.json.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, isqrt
+from math import gcd, isqrt, sqrt
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -176,6 +176,25 @@ class Mask:
             chunks, rest = divmod(pairs, rising_pairs)
             return chunks * self.window_tokens + (isqrt(8 * rest + 1) - 1) // 2
         return self.window_tokens + (pairs - rising_pairs) // self.window_tokens
+
+    def area(self, position: float) -> float:
+        """Approximates the pairs of the queries before a position by the area under the mask, without the diagonal:
+        position² / 2 for the causal mask. It has an inverse for any number of pairs, `position`."""
+        if self.window_tokens is None or position <= self.window_tokens:
+            return position * position / 2
+        if self.chunked:
+            chunks, rest = divmod(position, self.window_tokens)
+            return (chunks * self.window_tokens**2 + rest * rest) / 2
+        return (position - self.window_tokens / 2) * self.window_tokens
+
+    def position(self, area: float) -> float:
+        """Returns the position with this `area`."""
+        if self.window_tokens is None or 2 * area <= self.window_tokens * self.window_tokens:
+            return sqrt(2 * area)
+        if self.chunked:
+            chunks, rest = divmod(2 * area, self.window_tokens**2)
+            return chunks * self.window_tokens + sqrt(rest)
+        return area / self.window_tokens + self.window_tokens / 2
 
 
 CAUSAL_MASK = Mask()

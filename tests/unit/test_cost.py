@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from distca_hf.cost import CAUSAL, Cost, Mask
 from distca_hf.errors import ConfigError
-from distca_hf.planning.rebalance.head_stacks import area_before, position_of
 
 
 COSTS = [CAUSAL, Cost(((Mask(7), 1),)), Cost(((Mask(), 1), (Mask(7), 5)))]
@@ -57,11 +56,11 @@ def test_long_documents_are_exact(mask: Mask, queries: int) -> None:
     assert pairs == 0 or mask.queries_of(pairs - 1) == queries - 1
 
 
-@given(position=st.floats(0, 1e6))
-def test_the_area_is_near_the_pairs_and_has_an_inverse(position: float) -> None:
-    assert position_of(area_before(position)) == pytest.approx(position, abs=1e-6)
-    pairs = Mask().pairs_before(int(position))
-    assert 0 <= pairs - area_before(int(position)) <= int(position) / 2
+@given(mask=MASKS, position=st.floats(0, 1e6))
+def test_the_area_is_near_the_pairs_and_has_an_inverse(mask: Mask, position: float) -> None:
+    assert mask.position(mask.area(position)) == pytest.approx(position, abs=1e-6)
+    pairs = mask.pairs_before(int(position))
+    assert 0 <= pairs - mask.area(int(position)) <= int(position) / 2
 
 
 @given(data=st.data(), cost=st.sampled_from(COSTS), tokens=st.integers(1, 40))

@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 
 from distca_hf.arrays import IntArray, ranges, run_starts, sum_by
-from distca_hf.cost import CAUSAL_MASK, TokenBytes
+from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import POSITION_BITS
 from distca_hf.planning.rebalance.head_stacks import Holders, Stack
@@ -197,14 +197,14 @@ class DocumentsByRank:
         held_work: `[ranks]` attended pairs of the tokens that ranks hold.
     """
 
-    def __init__(self, layout: Layout, held_work: IntArray) -> None:
+    def __init__(self, layout: Layout, held_work: IntArray, mask: Mask) -> None:
         document, start, stop = layout.segment_document, layout.segment_start, layout.segment_stop
         tokens = layout.document_tokens[document]
         whole = stop - start == tokens
         cut = np.flatnonzero(~whole)
         cut = cut[np.lexsort((start[cut], document[cut]))]
         self.whole_work = held_work.copy()
-        np.subtract.at(self.whole_work, layout.segment_rank[cut], CAUSAL_MASK.pairs_of(start[cut], stop[cut]))
+        np.subtract.at(self.whole_work, layout.segment_rank[cut], mask.pairs_of(start[cut], stop[cut]))
         segments: dict[int, list[tuple[int, int, int]]] = {}
         columns = (document[cut], start[cut], stop[cut], layout.segment_rank[cut])
         for number, first, last, rank in zip(*(column.tolist() for column in columns), strict=True):
@@ -234,16 +234,18 @@ class Donors:
         token_bytes: TokenBytes,
         prices: Prices,
         strategy: Strategy,
+        mask: Mask,
     ) -> None:
         self.work: list[int] = (documents.whole_work * head_groups).tolist()
         self.spanning: list[Stack] = []
         self.opened: list[Stack] = []
         self._documents = documents
         self.head_groups = head_groups
+        self.mask = mask
         self._ready: dict[int, list[Stack]] = {}
         self._next: dict[int, int] = {}
         for place, (document, segments) in enumerate(documents.spanning):
-            stacks = merge_short_tails(document, segments, head_groups, token_bytes, prices, strategy)
+            stacks = merge_short_tails(document, segments, head_groups, token_bytes, prices, strategy, mask)
             self.spanning += stacks
             for stack in stacks:
                 stack.place = place
@@ -258,7 +260,7 @@ class Donors:
         at = self._next.get(rank, 0)
         while at < len(documents) and (len(ready) < count or tokens[at] > ready[count - 1].stop):
             length = int(tokens[at])
-            stack = Stack(int(documents[at]), rank, 0, length, length, {}, [length] * self.head_groups)
+            stack = Stack(int(documents[at]), rank, 0, length, length, {}, [length] * self.head_groups, self.mask)
             stack.place = len(self._documents.spanning) + at
             insort(ready, stack, key=_longest_first)
             self.opened.append(stack)
@@ -279,6 +281,7 @@ def merge_short_tails(
     token_bytes: TokenBytes,
     prices: Prices,
     strategy: Strategy,
+    mask: Mask = CAUSAL_MASK,
 ) -> list[Stack]:
     """Makes the stacks of a document that spans ranks, in order: one for each rank that computes part of it.
 
@@ -302,9 +305,9 @@ def merge_short_tails(
                 others = head_groups - some_heads
                 before.tops = [stop] * some_heads + [below] * others
                 tops = [start] * some_heads + [stop] * others
-                stacks.append(Stack(document, rank, start, stop, stop, holders, tops))
+                stacks.append(Stack(document, rank, start, stop, stop, holders, tops, mask))
         else:
-            stacks.append(Stack(document, rank, start, stop, stop, holders, []))
+            stacks.append(Stack(document, rank, start, stop, stop, holders, [], mask))
     for stack in stacks:
         stack.tops = stack.tops or [stack.stop] * head_groups
     return stacks

@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Topology
 from distca_hf.planning.rebalance.donors import Donors, Prices
@@ -18,12 +18,10 @@ from distca_hf.planning.rebalance.head_stacks import (
     Cut,
     Stack,
     Terms,
-    area_before,
     cheapest_cut,
     columns_with_keys,
     columns_without_keys,
     common_cut_of,
-    position_of,
     tokens_held,
 )
 
@@ -208,7 +206,7 @@ class GreedyMoves:
     ) -> tuple[Stack, Cut, int] | None:
         """Finds the move with the lowest price for its work: stack, cut and taker."""
         stacks = self.donors.longest(giver, LONGEST_STACKS)
-        common_cut = common_cut_of(stacks, surplus)
+        common_cut = common_cut_of(stacks, surplus, self.donors.mask)
         with_room = takers[-RANKS_WITH_ROOM:]
         best: tuple[Stack, Cut, int] | None = None
         price_limit = float("inf")
@@ -283,20 +281,20 @@ def busiest_bytes(donors: Donors, surplus: Amounts, token_bytes: TokenBytes) -> 
     busiest = 1.0
     for rank, work in surplus.items():
         tops = [top for stack in donors.longest(rank, LONGEST_STACKS) for top in stack.tops if top > stack.start]
-        busiest = max(busiest, _fewest_bytes(tops, work, token_bytes) / donors.head_groups)
+        busiest = max(busiest, _fewest_bytes(tops, work, token_bytes, donors.mask) / donors.head_groups)
     return busiest
 
 
-def _fewest_bytes(tops: list[int], work: float, token_bytes: TokenBytes) -> float:
+def _fewest_bytes(tops: list[int], work: float, token_bytes: TokenBytes, mask: Mask) -> float:
     """Returns the fewest bytes that move this work, over all numbers of heads cut at one position."""
     fewest = float("inf")
     area, total = 0.0, 0
     for count, top in enumerate(sorted(tops, reverse=True), 1):
-        area += area_before(top)
+        area += mask.area(top)
         total += top
         left = (area - work) / count
         if left >= 0:
-            position = position_of(left)
+            position = mask.position(left)
             if position >= top:
                 break
             fewest = min(fewest, (total - count * position) * token_bytes.query + total * token_bytes.key_value)

@@ -14,12 +14,11 @@ together are cut at one position: there the next query of each costs the same.
 """
 
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
 
-from distca_hf.cost import CAUSAL_MASK
+from distca_hf.cost import Mask
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import plan_in_place
@@ -41,6 +40,7 @@ class Stack:
         own_stop: end of the tokens that the rank holds; later ones were merged (see `donors.merge_short_tails`).
         holders: ranks that hold tokens of the document; empty if `rank` holds all of them.
         tops: `[head_groups]` end of each head's remaining queries.
+        mask: keys to which queries attend.
         place: order among equally long stacks. It depends on the layout, not on the numbers of documents.
         moves: queries that were given away.
         pairs_before_tops: `[head_groups]` attended pairs of the document's queries before each top; empty until
@@ -54,6 +54,7 @@ class Stack:
     stop: int
     holders: Holders
     tops: list[int]
+    mask: Mask
     place: int = 0
     moves: list[Move] = field(default_factory=list)
     pairs_before_tops: list[int] = field(default_factory=list)
@@ -63,10 +64,10 @@ class Stack:
         """Counts pairs before the start and before each top, once; returns the latter."""
         if not self.pairs_before_tops:
             if self.tops.count(self.stop) == len(self.tops):  # like nearly every stack before its first move
-                self.pairs_before_tops = [CAUSAL_MASK.pairs_before(self.stop)] * len(self.tops)
+                self.pairs_before_tops = [self.mask.pairs_before(self.stop)] * len(self.tops)
             else:
-                self.pairs_before_tops = [CAUSAL_MASK.pairs_before(top) for top in self.tops]
-            self.pairs_before_start = CAUSAL_MASK.pairs_before(self.start)
+                self.pairs_before_tops = [self.mask.pairs_before(top) for top in self.tops]
+            self.pairs_before_start = self.mask.pairs_before(self.start)
         return self.pairs_before_tops
 
     def pairs_left(self) -> int:
@@ -79,7 +80,7 @@ class Stack:
 
     def give(self, heads: list[int], cut: int, rank: int) -> int:
         """Gives queries [cut, top) of some heads to a rank; returns their pairs x head groups."""
-        before_tops, before_cut = self.count_pairs(), CAUSAL_MASK.pairs_before(cut)
+        before_tops, before_cut = self.count_pairs(), self.mask.pairs_before(cut)
         pairs = 0
         for head in heads:
             pairs += before_tops[head] - before_cut
@@ -101,12 +102,12 @@ def tokens_held(held: Held, start: int, stop: int) -> int:
 Range = tuple[int, int, int]  # start, stop, rank
 
 
-def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int) -> Tasks:
+def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int, mask: Mask) -> Tasks:
     """Makes the tasks of a layout. Stacks place their documents; all others stay on their owner ranks.
 
     A document gets tasks of single head groups only if its groups were cut or moved differently.
     """
-    in_place = plan_in_place(layout).tasks
+    in_place = plan_in_place(layout, mask=mask).tasks
 
     # 1. Documents with stacks: ranges of each head, joined if neighbours have the same rank.
     by_document: dict[int, list[list[Range]]] = {}
@@ -129,7 +130,7 @@ def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int) -> Tasks:
     columns_in_place = (in_place.document, in_place.start, in_place.stop, in_place.rank, in_place.head)
     untouched = np.stack(columns_in_place, axis=1)[kept]
     columns = np.concatenate([untouched, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
-    return Tasks.sort(columns[0], columns[1], columns[2], columns[3], columns[4], head_groups)
+    return Tasks.sort(columns[0], columns[1], columns[2], columns[3], columns[4], head_groups, mask)
 
 
 def _join(parts: list[Range]) -> list[Range]:
@@ -219,26 +220,15 @@ def columns_with_keys(stack: Stack, rank: int, prefixes: list[int]) -> list[Colu
     return columns
 
 
-def area_before(position: float) -> float:
-    """Approximates the pairs of the queries before a position by the area under the mask, without the diagonal. It has
-    an inverse for any number of pairs, `position_of`."""
-    return position * position / 2
-
-
-def position_of(area: float) -> float:
-    """Returns the position with this area before it."""
-    return sqrt(2 * area)
-
-
 class CommonCut(NamedTuple):
-    """Position down to which all heads of some stacks would be cut alike, and the area before it."""
+    """Position down to which all heads of some stacks would be cut alike, and its `Mask.area`."""
 
     position: float
     area: float
 
-    def keys_sent_again(self, position: int) -> float:
+    def keys_sent_again(self, position: int, mask: Mask) -> float:
         """Estimates the keys that a cut above this one sends, and that a later, deeper cut sends again."""
-        mean_keys = area_before(position) / position
+        mean_keys = mask.area(position) / position
         return position - self.area / mean_keys
 
 
@@ -274,7 +264,7 @@ def cheapest_cut(
     """
     work, round_down, query_price, key_price, whole_head = terms
     start, common_position = stack.start, common_cut.position
-    pairs_before = CAUSAL_MASK.pairs_before  # looked up once: each head calls it
+    position_of, pairs_before = stack.mask.position, stack.mask.pairs_before  # looked up once: each head calls them
     pairs_before_tops, spare_position = stack.count_pairs(), int(common_position)
     pairs_before_start = stack.pairs_before_start
     pairs = lacks = travels = best_count = 0
@@ -304,7 +294,7 @@ def cheapest_cut(
             else:
                 moved = pairs - count * pairs_before(position)
                 if position > common_position and price < best_price * moved:
-                    price += count * key_price * common_cut.keys_sent_again(position)
+                    price += count * key_price * common_cut.keys_sent_again(position, stack.mask)
             # 3. The lowest price for the work that moves.
             if price < best_price * moved:
                 best_price, best_count, best = price / moved, count, (position, queries, lacks)
@@ -316,16 +306,16 @@ def cheapest_cut(
     return Cut(best_price, [head for _, _, _, head in columns[:best_count]], position, max(0, queries), lacks)
 
 
-def common_cut_of(stacks: list[Stack], work: float) -> CommonCut:
+def common_cut_of(stacks: list[Stack], work: float, mask: Mask) -> CommonCut:
     """Finds the position at which all heads of some stacks, cut alike, move this much work."""
     tops = sorted([top for stack in stacks for top in stack.tops if top > stack.start], reverse=True)
     left, total, before, area = 0.0, 0.0, -1, 0.0
     for count, top in enumerate(tops, 1):
         if top != before:  # most heads have equal tops
-            before, area = top, area_before(top)
+            before, area = top, mask.area(top)
         if left >= area:
             break
         total += area
         left = max(0.0, (total - work) / count)
-    position = position_of(left)
-    return CommonCut(position, area_before(position))
+    position = mask.position(left)
+    return CommonCut(position, mask.area(position))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from distca_hf.cost import CAUSAL_MASK, TokenBytes
+from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import TILE_TOKENS, Layout, Topology
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -96,24 +96,27 @@ class Candidates:
         topology: Topology | None,
         token_bytes: TokenBytes,
         speeds: Sequence[float] | None,
+        mask: Mask = CAUSAL_MASK,
     ) -> None:
         self._layout = layout
         self._head_groups = head_groups
         self._topology = topology or Topology(layout.num_ranks, layout.num_ranks)
         self._token_bytes = token_bytes
         self._speeds = speeds
-        self._held_work = layout.rank_work_of(CAUSAL_MASK)
-        self._documents = DocumentsByRank(layout, self._held_work)
+        self._mask = mask
+        self._held_work = layout.rank_work_of(mask)
+        self._documents = DocumentsByRank(layout, self._held_work, mask)
         self._segments = Segments.of(layout)
         self._total_work = int(self._held_work.sum()) * head_groups
         mean_work = self._total_work / layout.num_ranks
         longest_tokens = layout.longest_document_tokens
+        most_keys = mask.pairs(longest_tokens - 1, longest_tokens) if longest_tokens else 0  # of any query
         self._tile_tokens = TILE_TOKENS
-        while self._tile_tokens > 1 and self._tile_tokens * longest_tokens > TILE_SHARE * mean_work:
+        while self._tile_tokens > 1 and self._tile_tokens * most_keys > TILE_SHARE * mean_work:
             self._tile_tokens //= 2
         self._negligible = NEGLIGIBLE_SHARE * mean_work
         self._made: dict[tuple[object, ...], Candidate] = {}
-        self._slack = self._negligible + self._tile_tokens * longest_tokens
+        self._slack = self._negligible + self._tile_tokens * most_keys
 
     @property
     def may_stay(self) -> bool:
@@ -170,13 +173,13 @@ class Candidates:
 
     def plan(self, candidate: Candidate) -> Plan:
         """Turns a candidate into a plan."""
-        return Plan(self._layout, tasks_of(self._layout, candidate.stacks, self._head_groups))
+        return Plan(self._layout, tasks_of(self._layout, candidate.stacks, self._head_groups, self._mask))
 
     def _limits(self, tolerance: float) -> list[float]:
         return work_limits(self._total_work, self._layout.num_ranks, self._speeds, tolerance)
 
     def _donors(self, prices: Prices, strategy: Strategy) -> Donors:
-        return Donors(self._documents, self._head_groups, self._token_bytes, prices, strategy)
+        return Donors(self._documents, self._head_groups, self._token_bytes, prices, strategy, self._mask)
 
     def _count_bytes(self, stacks: list[Stack]) -> MovedBytes:
         return MovedBytes.count(self._segments, stacks, self._head_groups, self._token_bytes, self._topology.node_of)
@@ -234,6 +237,7 @@ def plan_by_moving(
     token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
     speeds: Sequence[float] | None = None,
     bytes_limit: int | None = None,
+    mask: Mask = CAUSAL_MASK,
     tolerance: float = TOLERANCE,
 ) -> Plan:
     """Plans a layout: no rank computes more than its share plus the tolerance and a tile of the longest document.
@@ -249,6 +253,7 @@ def plan_by_moving(
         speeds: `[ranks]` relative speeds; a rank of speed 0 computes nothing. By default all are equal.
         bytes_limit: most bytes that a rank may send, and most that it may receive, in one layer forward. Under a tight
             limit, work is balanced as well as it permits.
+        mask: keys to which queries attend.
         tolerance: most work of a rank above its share, as a fraction of the share.
 
     Raises:
@@ -259,12 +264,12 @@ def plan_by_moving(
         raise ConfigError(f"head_groups={head_groups} must be at least 1")
     if topology is not None and topology.num_ranks != layout.num_ranks:
         raise ConfigError(f"the topology has {topology.num_ranks} ranks, the layout {layout.num_ranks}")
-    candidates = Candidates(layout, head_groups, topology, token_bytes, speeds)
+    candidates = Candidates(layout, head_groups, topology, token_bytes, speeds, mask)
     best = _best(candidates, layout.num_ranks, topology, tolerance)
     if bytes_limit is not None and best.moved.largest_rank > bytes_limit:
         best = _within(candidates, bytes_limit, best, tolerance)
     moves = any(stack.moves or stack.own_stop < stack.stop for stack in best.stacks)
-    return candidates.plan(best) if moves else plan_in_place(layout)
+    return candidates.plan(best) if moves else plan_in_place(layout, mask=mask)
 
 
 def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tolerance: float) -> Candidate:
