@@ -80,17 +80,10 @@ class Assumptions:
         return SimulationRequest(
             *(SimulatedModel.of(request.model), gpus, request.tokens_per_rank, None, micro_steps),
             ranks_per_node=request.ranks_per_node,
-            checkpointing=self.checkpointing,
-            liger=self.liger,
-            gpu_gib=self.gpu_gib,
             batches=steps_worth_it(gpus * micro_steps),
-            seed=self.seed,
             pipeline=request.pipeline,
             staged_micro_batches=None if request.pipeline is None else request.micro_steps,
-            mlp_tokens=self.mlp_tokens,
-            attention_kv_heads=self.attention_kv_heads,
-            state_on_host=self.state_on_host,
-            host_gib=self.host_gib,
+            **{name: value for name, value in vars(self).items() if name != "cluster"},
         )
 
 
@@ -139,7 +132,7 @@ class Estimates:
             "over_sorted": self.over_sorted,
             "steps": self.ours.steps,
             "profile": self.costs.profile.summary(),
-            "ways": [way.as_json() for way in self.simulated.ways],
+            "ways": [dict(vars(way)) for way in self.simulated.ways],
             "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
             "room_bytes": round(self.room.gpu_bytes),
             "node_bytes": {
@@ -267,9 +260,9 @@ class EpochFigures:
             documents=len(document_tokens),
             tokens=int(document_tokens.sum()),
             longest_document_tokens=int(document_tokens.max()),
-            micro_batches=len(plans.in_order.tokens),
+            micro_batches=len(plans.tokens),
             planned_micro_batches=len(plans.planned),
-            imbalance_before=Spread.of(plans.in_order.imbalance),
+            imbalance_before=Spread.of(plans.imbalance_before),
             imbalance=Spread.of(plans.imbalance),
             bytes_max_rank=int(plans.received_bytes.max()),
         )
@@ -328,12 +321,12 @@ def make_answer(
         given_tokens: `[documents]` lengths before any were cut.
     """
     request = step.request
-    given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches
+    given = () if packed.origin is not None else packed.first_step(request.micro_steps)
     estimates = make_estimates(request, packed.document_tokens, assumptions, given, compare)
     return PlanAnswer(
         step=step,
         epoch=EpochFigures.of(plans, packed.document_tokens),
-        imbalance_before=plans.in_order.imbalance,
+        imbalance_before=plans.imbalance_before,
         assumptions=assumptions,
         estimates=estimates,
         choices=_choices(step, plans, given_tokens, assumptions, estimates),

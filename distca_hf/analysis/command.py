@@ -37,6 +37,7 @@ from distca_hf.analysis.tables import (
     memory_table,
     of_host,
     plain_table,
+    print_blocks,
     print_json,
     ways_table,
 )
@@ -152,13 +153,13 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         documents = progress.read_lengths(options.lengths)
         with progress.stage(f"packing {len(documents.tokens):,} documents"):
             if options.lengths_are_batch:
-                packed = divide_batch(documents.tokens, request).as_epoch()
+                packed = divide_batch(documents.tokens, request)
             else:
                 packed = pack_epoch(documents.tokens, request, options.seed)
         # Planning is timed: the garbage collector must not run in it for objects of imports and reading.
         gc.collect()
         gc.freeze()
-        step = make_report(request, packed.first_step(options.micro_steps), documents.source)
+        step = make_report(request, packed, documents.source)
         plans = plan_epoch(
             request, packed.document_tokens, packed.epoch, lambda steps: progress.over("planning an epoch", steps)
         )
@@ -209,10 +210,7 @@ def print_answer(answer: PlanAnswer, console: Console, remark: str = "") -> None
         blocks.append(_choices(answer.choices, console.width >= CHOICES_COLUMNS))
     blocks.append(_figures(answer.step))
     blocks.append(_bars(answer.step, console))
-    for number, each in enumerate(blocks):
-        if number:
-            console.print()
-        console.print(each, highlight=False)
+    print_blocks(console, blocks)
 
 
 def _world(answer: PlanAnswer) -> str:

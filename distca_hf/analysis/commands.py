@@ -167,17 +167,9 @@ def launch_line(options: ProfileOptions) -> list[str]:
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"{target} cannot be written: its folder is missing")
     line = ["torchrun", "--nproc-per-node", str(number), "-m", "distca_hf.analysis.profiles"]
-    line += (
-        ["--as-between-nodes", str(options.as_between_nodes)]
-        if options.as_between_nodes
-        else ["--output", str(options.output)]
-    )
-    line += ["--model", options.model, "--kernel", options.kernel, *(["--cpu"] if options.cpu else [])]
-    return [
-        *line,
-        *(["--remarks", options.remarks] if options.remarks else []),
-        *(["--json"] if options.as_json else []),
-    ]
+    line += ["--as-between-nodes" if options.as_between_nodes else "--output", str(target)]
+    line += ["--model", options.model, "--kernel", options.kernel, *["--cpu"] * options.cpu]
+    return [*line, *["--remarks", options.remarks] * bool(options.remarks), *["--json"] * options.as_json]
 
 
 def simulate(options: SimulateOptions) -> None:

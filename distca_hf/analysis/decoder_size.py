@@ -1,12 +1,25 @@
-"""Decoder size: numbers of a model's layers that decide memory, and the bytes of a token in one of them.
+"""Decoder size: numbers of a model's layers that decide memory, the bytes of a token in one of them, and sizes of the
+states that mixers exchange for cut documents.
 
 `analysis.memory` explains the formulas.
 """
 
-from collections.abc import Iterator
+import inspect
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from distca_hf.cost import Heads, heads_of_tiles
+from distca_hf.layout import Layout
+from distca_hf.planning.folds import MOST_HEADS, Fold, cheaper
+from distca_hf.planning.fragments import Fragments
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 # Bytes of a number in bf16 and in fp32.
@@ -212,16 +225,6 @@ class DecoderSize:
         """Layers of all kinds."""
         return sum(layer.count for layer in self.layers)
 
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of all layers."""
-        return sum(layer.count * layer.parameters for layer in self.layers)
-
-    @property
-    def largest_layer_parameters(self) -> int:
-        """Weights of the largest layer, including all experts."""
-        return max((layer.parameters for layer in self.layers), default=0)
-
     def matrices(self) -> Iterator[int]:
         """Yields the number of weights of each large matrix."""
         for layer in self.layers:
@@ -229,3 +232,65 @@ class DecoderSize:
                 yield from [weights] * layer.count
         tables = max(1, round(self.embedding_parameters / self.head_parameters)) if self.vocabulary else 1
         yield from [self.embedding_parameters // tables] * tables
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """What every mixer of a model exchanges for cut documents in a forward pass.
+
+    Attributes:
+        mixers: number of mixers.
+        heads: of a state, which ranks of a document may divide.
+        head_bytes: of a head's summary (M, B) of a fragment; 0 for a convolution, which has no other state.
+        halo_tokens, halo_bytes: tokens before a fragment that convolutions read, and bytes of each.
+    """
+
+    mixers: int
+    heads: int
+    head_bytes: int
+    halo_tokens: int
+    halo_bytes: int
+
+    def most_bytes(self, layout: Layout) -> int:
+        """Returns the most bytes that a rank sends or receives in a mixer. Adds up several exchanges even if their
+        busiest ranks differ, and assumes that fragments are longer than a halo."""
+        cut = Fragments.of(layout, 0, self.halo_tokens).cut
+        if not len(cut.rank):
+            return 0
+        sends, receives = cut.rank[cut.summary_number >= 0], cut.rank[cut.state_number >= 0]
+        halos = max(int(np.bincount(ranks).max()) for ranks in (sends, receives)) * self.halo_tokens * self.halo_bytes
+        fold = cheaper(Fold.of(cut, 0), lambda: Fold.of(cut, 0, self.heads), self.heads, self.head_bytes)
+        return fold.busiest * self.head_bytes * (self.heads if fold.heads is None else 1) + halos
+
+
+# Heads, and numbers of a head's summary (`integrations.models.state_rules`), of a mixer whose code calls a function.
+SUMMARIES: dict[str, Callable[[Any], tuple[int, int]]] = {
+    "torch_chunk_gated_delta_rule": lambda of: (of.num_v_heads, of.head_k_dim * (of.head_k_dim + of.head_v_dim)),
+    "chunk_kimi_delta_attention": lambda of: (of.num_heads, of.head_dim * 2 * of.head_dim),
+    "mamba2_chunk_scan": lambda of: (of.num_heads, of.head_dim * of.ssm_state_size + 1),
+    # Heads are groups of channels.
+    "mamba_selective_scan": lambda of: (
+        math.gcd(of.intermediate_size, MOST_HEADS),
+        of.intermediate_size // math.gcd(of.intermediate_size, MOST_HEADS) * 2 * of.ssm_state_size,
+    ),
+}
+
+
+def state_size_of(model: "PreTrainedModel") -> StateSize | None:
+    """Returns what mixers exchange, taking all as the largest, in bf16, with states in fp32. None if there are no
+    mixers, documents stay whole, or a mixer has other names for its sizes."""
+    from distca_hf.integrations.models.carried_mixers import CONVOLUTION, REPLACED
+    from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of
+
+    halo_tokens, mixers, sizes = halo_tokens_for(model), mixers_of(model).values(), []
+    if halo_tokens is None:
+        return None
+    for mixer in mixers:
+        called = (REPLACED.keys() - {CONVOLUTION}) & inspect.unwrap(type(mixer).forward).__globals__.keys()
+        try:
+            heads, numbers = next(SUMMARIES[name](mixer) for name in SUMMARIES if name in called) if called else (1, 0)
+        except (AttributeError, StopIteration):
+            return None
+        channels = sum(getattr(part, "in_channels", 0) for part in mixer.modules())
+        sizes.append(StateSize(len(mixers), heads, SINGLE_BYTES * numbers, halo_tokens, HALF_BYTES * channels))
+    return max(sizes, key=lambda size: size.heads * size.head_bytes + size.halo_bytes)

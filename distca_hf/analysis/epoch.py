@@ -42,25 +42,6 @@ class Origin:
 
 
 @dataclass(frozen=True, eq=False)
-class OptimizerStep:
-    """Documents of one optimizer step.
-
-    Attributes:
-        micro_batches: for each `[documents]` lengths in the order of packing.
-        origin: place in training; None if the documents were given as a batch.
-    """
-
-    micro_batches: list[IntArray]
-    origin: Origin | None = None
-
-    def as_epoch(self) -> "PackedEpoch":
-        """Returns an epoch that has only this step."""
-        lengths = np.concatenate(self.micro_batches)
-        ends = np.cumsum([0] + [len(batch) for batch in self.micro_batches])
-        return PackedEpoch(lengths, Epoch(np.arange(len(lengths)), ends), self.origin)
-
-
-@dataclass(frozen=True, eq=False)
 class PackedEpoch:
     """Micro-batches of an epoch.
 
@@ -73,11 +54,16 @@ class PackedEpoch:
     epoch: Epoch
     origin: Origin | None
 
-    def first_step(self, micro_steps: int) -> OptimizerStep:
-        """Returns the first optimizer step."""
-        numbers = range(micro_steps)
-        batches = [self.document_tokens[self.epoch.micro_batch(number)] for number in numbers]
-        return OptimizerStep(batches, self.origin)
+    @classmethod
+    def of_batches(cls, micro_batches: Sequence[IntArray]) -> "PackedEpoch":
+        """Returns an epoch of one optimizer step, from `[documents]` lengths of each of its micro-batches."""
+        lengths = np.concatenate(micro_batches)
+        ends = np.cumsum([0] + [len(batch) for batch in micro_batches])
+        return cls(lengths, Epoch(np.arange(len(lengths)), ends), None)
+
+    def first_step(self, micro_steps: int) -> list[IntArray]:
+        """Returns `[documents]` lengths of each micro-batch of the first optimizer step, in the order of packing."""
+        return [self.document_tokens[self.epoch.micro_batch(number)] for number in range(micro_steps)]
 
 
 def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> PackedEpoch:
@@ -99,7 +85,7 @@ def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> Pa
     return PackedEpoch(document_tokens, packer.epoch(0), Origin(seed, 0, packer.num_micro_batches))
 
 
-def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerStep:
+def divide_batch(document_tokens: IntArray, request: PlanRequest) -> PackedEpoch:
     """Divides all documents, in order, among the micro-steps with nearly equal tokens.
 
     If that gives a micro-step more tokens than it holds, documents are grouped as training groups them.
@@ -121,7 +107,7 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerSt
     if max(int(batch.sum()) for batch in micro_batches) > request.capacity_tokens:
         groups = group_documents(document_tokens, steps, request.capacity_tokens)
         micro_batches = [document_tokens[group.documents] for group in groups]
-    return OptimizerStep(micro_batches)
+    return PackedEpoch.of_batches(micro_batches)
 
 
 def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
@@ -157,38 +143,28 @@ def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class InOrder:
-    """Micro-batches whose documents fill the ranks in order, with equal tokens.
+class EpochPlans:
+    """Documents of an epoch in order, and plans of some of its optimizer steps, in numbers.
 
     Attributes:
         tokens: `[micro_batches]` tokens of all ranks together.
-        work: `[micro_batches, ranks]` attended pairs.
-    """
-
-    tokens: IntArray
-    work: IntArray
-
-    @property
-    def imbalance(self) -> np.ndarray:
-        """`[micro_batches]` float64 max/mean work over ranks; training logs its mean as `distca/imbalance_before`."""
-        ranks = self.work.shape[1]
-        return _ratios(self.work.max(axis=1) * ranks, self.work.sum(axis=1))
-
-
-@dataclass(frozen=True, eq=False)
-class EpochPlans:
-    """Plans of some optimizer steps of an epoch, in numbers.
-
-    Attributes:
+        work_before: `[micro_batches, ranks]` attended pairs, if documents fill the ranks in order.
         planned: `[planned]` numbers of the micro-batches that were planned.
         work: `[planned, ranks]` attended pairs, as planned.
         received_bytes: `[planned]` most bytes that one rank receives in one layer's forward pass.
     """
 
-    in_order: InOrder
+    tokens: IntArray
+    work_before: IntArray
     planned: IntArray
     work: np.ndarray
     received_bytes: IntArray
+
+    @property
+    def imbalance_before(self) -> np.ndarray:
+        """`[micro_batches]` float64 max/mean work over ranks; training logs its mean as `distca/imbalance_before`."""
+        ranks = self.work_before.shape[1]
+        return _ratios(self.work_before.max(axis=1) * ranks, self.work_before.sum(axis=1))
 
     @property
     def imbalance(self) -> np.ndarray:
@@ -201,8 +177,8 @@ def _ratios(largest: np.ndarray, mean: np.ndarray) -> np.ndarray:
     return np.divide(largest, mean, out=np.ones(len(mean)), where=mean > 0)
 
 
-def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> InOrder:
-    """Counts tokens and attended pairs of every rank if documents fill the ranks in order.
+def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> tuple[IntArray, IntArray]:
+    """Counts tokens of every micro-batch, and attended pairs of its ranks if documents fill these in order.
 
     It is `placement.place.fill_in_order`, for all micro-batches at once.
 
@@ -222,7 +198,7 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> In
     document = np.searchsorted(stops, borders, side="right") - 1
     inside = borders - stops[document]
     work = np.diff(pairs[document] + causal_pairs_of(np.zeros_like(inside), inside), axis=1)
-    return InOrder(tokens, work)
+    return tokens, work
 
 
 def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, track: Track = iter) -> EpochPlans:
@@ -247,7 +223,7 @@ def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, tr
             work.append(plan.work / plan.tasks.head_groups)
             received.append(int(received_bytes(plan, request.model.token_bytes).max()))
     return EpochPlans(
-        in_order=pack_in_order(document_tokens, epoch, request.num_ranks),
+        *pack_in_order(document_tokens, epoch, request.num_ranks),
         planned=(chosen[:, None] * micro_steps + np.arange(micro_steps)).reshape(-1),
         work=np.array(work),
         received_bytes=np.array(received, dtype=np.int64),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distca_hf.analysis.decoder_size import state_size_of
 from distca_hf.analysis.models import (
     CONFIG_FILE,
     DEFAULT_MODEL,
@@ -20,7 +21,6 @@ from distca_hf.analysis.models import (
     read_config,
     without_hub,
 )
-from distca_hf.analysis.states import state_size_of
 from distca_hf.cost import CAUSAL_MASK, Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import find_gpu
@@ -86,7 +86,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     from distca_hf.analysis.check.run_check import judge_quietly
     from distca_hf.analysis.check.verdict import decoder_size
     from distca_hf.integrations.models.planner import step_flops
-    from distca_hf.pipelines.stages.stack import LayerStack
+    from distca_hf.pipelines.stages.divided_model import LayerStack
 
     name = candidate.name.replace(", default sizes", " (default sizes)")
     with without_hub():

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from distca_hf.analysis.epoch import OptimizerStep, Origin
+from distca_hf.analysis.epoch import Origin, PackedEpoch
 from distca_hf.analysis.models import ModelShape
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div
@@ -172,15 +172,15 @@ class PlannedMicroBatch:
         }
 
 
-def make_report(request: PlanRequest, step: OptimizerStep, source: str = "lengths") -> StepReport:
-    """Plans an optimizer step and counts work and bytes.
+def make_report(request: PlanRequest, packed: PackedEpoch, source: str = "lengths") -> StepReport:
+    """Plans the first optimizer step of an epoch, and counts work and bytes.
 
     Raises:
         PackingError: lengths are out of range.
         PlanError: a rank has to send or receive more than the limit of the request.
     """
     # 1. Plans. Only these are timed.
-    batches = step.micro_batches
+    batches = packed.first_step(request.micro_steps)
     began = time.perf_counter()
     try:
         plans = plan_micro_steps(request, batches)
@@ -202,7 +202,7 @@ def make_report(request: PlanRequest, step: OptimizerStep, source: str = "length
     return StepReport(
         request=request,
         source=source,
-        origin=step.origin,
+        origin=packed.origin,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         longest_document_tokens=int(lengths.max()),

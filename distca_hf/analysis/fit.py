@@ -5,11 +5,27 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from distca_hf.analysis.decoder_size import DecoderSize
-from distca_hf.analysis.memory import GIB, Memory, TrainingSetup, estimate_memory
+import numpy as np
+
+from distca_hf.analysis.decoder_size import DecoderSize, StateSize
+from distca_hf.analysis.memory import (
+    GIB,
+    USABLE_SHARE,
+    Memory,
+    Sharding,
+    TrainingSetup,
+    check_checkpointing,
+    estimate_memory,
+    shardings,
+)
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
 from distca_hf.arrays import ceil_div
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
+from distca_hf.flops import Gpu
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.planning.transfers import received_bytes
 
 
 # Tokens of a tile to suggest; tiles of this size were measured (docs/long-context.md).
@@ -22,6 +38,8 @@ MOST_TIMES_RANKS, FEWEST_TOKENS = 64, 1024
 MOST_HEADS = 4096
 # Most memory of a node, in GiB.
 MOST_HOST_GIB = 1_000_000
+# Step and maximum of the numbers of tokens per rank to try.
+TOKENS_STEP, MOST_TOKENS = 1024, 1 << 20
 
 
 def check_tiles_and_host(mlp_tokens: int, attention_kv_heads: int, host_gib: float | None) -> None:
@@ -188,3 +206,95 @@ def _changed(setup: TrainingSetup, size: DecoderSize) -> Iterator[tuple[list[str
         for options in combinations(able, number):
             changes = {name: value for option in options for name, value in CHANGES[option][1].items()}
             yield list(options), replace(setup, **changes)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training that `distca check` checks a model for.
+
+    Attributes:
+        gpu: kind of every rank's GPU.
+        tokens_per_rank: tokens that each holds in a micro-step.
+        setup: how it is trained; all ways to shard weights are tried.
+        host_gib, ranks_per_node: see `Room`.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    gpu: Gpu
+    tokens_per_rank: int
+    setup: TrainingSetup
+    host_gib: float | None = None
+    ranks_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        check_checkpointing(self.setup.checkpointing)
+        check_ranges(
+            ("--gpus", self.setup.num_ranks, MAX_RANKS),
+            ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS // max(1, self.setup.num_ranks)),
+            ("--micro-steps", self.setup.micro_steps, MAX_MICRO_STEPS),
+            ("--ranks-per-node", self.ranks_per_node, MAX_RANKS),
+        )
+        check_tiles_and_host(self.setup.mlp_tokens, self.setup.attention_kv_heads, self.host_gib)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that all ranks hold together, which is the longest document."""
+        return self.setup.num_ranks * self.tokens_per_rank
+
+    @property
+    def room(self) -> Room:
+        """Memory of a GPU, none on a CPU, and of its node."""
+        return Room(USABLE_SHARE * (self.gpu.gib or 0.0) * GIB, self.host_gib, self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class JobMemory:
+    """The memory of a job.
+
+    Attributes:
+        of_ways: memory per way to shard weights; empty if it is not known.
+        largest_tokens, with_liger_tokens: most tokens per rank that fit, and with Liger's fused loss, per way.
+        advice: what does not fit under FSDP2, and what makes it fit; empty if any way fits.
+    """
+
+    of_ways: dict[Sharding, Memory]
+    largest_tokens: dict[Sharding, int]
+    with_liger_tokens: dict[Sharding, int]
+    advice: str = ""
+
+
+def memory_of(job: Job, size: DecoderSize, whole_documents: bool, states: StateSize | None = None) -> JobMemory:
+    """Estimates memory for each way to shard weights that can train the model, and finds the tokens per rank that fit.
+
+    Keys, values and states of other ranks are from one document that all ranks hold together, planned as training
+    plans it: these are the most that are sent.
+
+    Args:
+        states: sizes of states that mixers exchange; None if there are none, or they are not known.
+    """
+    found = JobMemory({}, {}, {})
+    if job.gpu.gib is None:  # a CPU
+        return found
+    of_layers = [layer.heads for layer in size.layers if layer.heads]
+    received = state_bytes = 0
+    if of_layers and not whole_documents:
+        heads = max(of_layers, key=lambda heads: heads.key_value * (heads.dim + heads.value_dim))
+        config = DistCAConfig(tokens_per_rank=job.tokens_per_rank)
+        planner = PlacedPlanner(config, job.setup.num_ranks, heads.groups)
+        plan = planner.plan(np.array([job.capacity_tokens]))
+        received = int(received_bytes(plan, heads.token_bytes()).max())
+        state_bytes = 0 if states is None else states.mixers * states.most_bytes(plan.layout)
+    load = RankLoad(size, job.tokens_per_rank, received, state_bytes=state_bytes)
+    choices = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
+    for sharding in shardings(job.setup.micro_steps, whole_documents, job.setup.state_on_host):
+        setup = replace(job.setup, sharding=sharding)
+        found.of_ways[sharding] = load.memory(setup)
+        most = found.largest_tokens[sharding] = largest_tokens(load, setup, job.room, choices)
+        if not setup.liger:
+            most = largest_tokens(load, replace(setup, liger=True), job.room, choices)
+        found.with_liger_tokens[sharding] = most
+    if any(job.room.fits(memory, job.setup.num_ranks) for memory in found.of_ways.values()):
+        return found
+    return replace(found, advice=advice(load, job.setup, job.room))

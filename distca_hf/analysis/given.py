@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from distca_hf.analysis.answer import steps_worth_it
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
@@ -25,7 +25,16 @@ from distca_hf.analysis.sharing import SharingFigures
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.tables import PlanProgress, Terminal, block, counted, plain_table, print_json, ways_table
+from distca_hf.analysis.tables import (
+    PlanProgress,
+    Terminal,
+    block,
+    counted,
+    plain_table,
+    print_blocks,
+    print_json,
+    ways_table,
+)
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.cost import imbalance
@@ -197,7 +206,7 @@ class GivenAnswer:
             "worst_step_imbalance_before": self.worst(False)[0],
             "worst_step_imbalance": self.worst(False)[1],
             "worst_step_imbalance_placed_loss": self.worst(True)[1] if self.places_rows else None,
-            "ways": [way.as_json() for way in self.simulated.ways],
+            "ways": [dict(vars(way)) for way in self.simulated.ways],
             "node_bytes": self.request.room.node_bytes(self.memory, self.request.gpus),
             "shared_prefixes": None if self.sharing is None else self.sharing.as_json(),
             "advice": self.advice or None,
@@ -264,14 +273,9 @@ def run_given(options: PlanOptions) -> None:
             "your own. Leave out one or the other"
         )
     profile = find_profile(options.cluster)
+    model = SimulatedModel.of(find_model(options.model))
     request = SimulationRequest(
-        *(
-            SimulatedModel.of(find_model(options.model)),
-            options.gpus,
-            DEFAULT_TOKENS_PER_RANK,
-            options.context,
-            options.micro_steps,
-        ),
+        *(model, options.gpus, DEFAULT_TOKENS_PER_RANK, options.context, options.micro_steps),
         ranks_per_node=options.ranks_per_node,
         checkpointing=cast(Checkpointing, options.checkpointing),  # the request refuses any other
         liger=options.liger,
@@ -299,14 +303,13 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     returned, placed = found.totals(False), found.totals(True)
     steps = f" x {request.accumulation} micro-steps" if request.accumulation > 1 else ""
     cut = "" if request.context_tokens is None else f", longer rows are cut at {request.context_tokens:,}"
-    console.print(
+    blocks: list[RenderableType] = [
         f"{found.source}: {counted(len(rows), 'row')}, {counted(int(rows.sum()), 'token')}, the longest has "
         f"{int(rows.max()):,}{cut}. {request.model.name} on {counted(request.num_ranks, 'rank')} x "
         f"{counted(request.batch_size or 0, 'row')}{steps}, {request.ranks_per_node} ranks per node, seed "
-        f"{request.seed}: your batches, {counted(count, 'micro-batch')} of them.\n",
-        highlight=False,
-    )
-    console.print(f"{found.in_short}\n", highlight=False)
+        f"{request.seed}: your batches, {counted(count, 'micro-batch')} of them.",
+        found.in_short,
+    ]
     table = plain_table("as given", "rows placed" if found.places_rows else "attention moved")
     imbalances: list[tuple[str, PlanTotals, str]] = [
         ("tokens", returned, "token_imbalance"),
@@ -334,11 +337,9 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     else:
         words += "Documents of this model stay whole, so tokens stay, and attention moves. "
     words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
-    console.print(block("busiest rank / mean of all", table, words), highlight=False)
-    console.print()
+    blocks.append(block("busiest rank / mean of all", table, words))
     if found.sharing is not None:
-        console.print(found.sharing.table(), highlight=False)
-        console.print()
+        blocks.append(found.sharing.table())
     words = (
         f"Simulated like `distca simulate --batch-size {request.batch_size} --batches "
         f"{found.simulated.plain.steps}`: FSDP2 in bf16, with times measured on "
@@ -348,4 +349,4 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         "most that a GPU sends or receives in a layer's forward pass."
     )
     words += f" Does not fit: {found.advice}." if found.advice else ""
-    console.print(block("speed and memory, simulated", ways_table(found.simulated), words), highlight=False)
+    print_blocks(console, [*blocks, block("speed and memory, simulated", ways_table(found.simulated), words)])

@@ -40,7 +40,7 @@ on the host: a process on an H200 takes 4 GiB. Measured peaks next to these esti
 ZeRO-3, experts and mixers were not measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from distca_hf.analysis.decoder_size import (
@@ -134,7 +134,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a training step.
+    """Bytes of one rank at the peak of a training step, or at another moment of backward.
 
     Attributes:
         parameters, optimizer: its share of weights, and of the optimizer's state.
@@ -148,15 +148,15 @@ class Memory:
         host_kept, host_state: activations, and weights, gradients and the optimizer's state, on the host.
     """
 
-    parameters: int
-    optimizer: int
     gradients: int
     gathered: int
-    kept: int
-    layer: int
-    head: int
     received: int
-    optimizer_step: int
+    kept: int
+    layer: int = 0
+    head: int = 0
+    parameters: int = 0
+    optimizer: int = 0
+    optimizer_step: int = 0
     host_kept: int = 0
     host_state: int = 0
 
@@ -219,50 +219,29 @@ def estimate_memory(
         received = (of_layers if waits else of_tile) + of_tile
         for layers_left in {size.num_layers, min(LAYERS_ON_GPU, size.num_layers), 1}:
             moments.append(_layer_moment(layer, size, setup, rank_tokens, received, layers_left))
-    peak = max(moments, key=lambda moment: moment.total)
+    peak = max(moments, key=lambda moment: moment.backward)
     share, is_zero = size.parameters // setup.num_ranks, setup.sharding == "zero3"
     parameters, optimizer = (ZERO3_BYTES if is_zero else SINGLE_BYTES) * share, setup.optimizer_bytes * share
     # DeepSpeed casts gradients to fp32, and its buffer stays. FSDP2 has summed whole gradients by then.
     optimizer_step = parameters + optimizer + SINGLE_BYTES * share + (peak.gradients if is_zero else 0)
     on_gpu = not setup.state_on_host
-    return Memory(
+    return replace(
+        peak,
         parameters=parameters * on_gpu,
         optimizer=optimizer * on_gpu,
-        gradients=peak.gradients,
-        gathered=peak.gathered,
         kept=peak.kept + state_bytes,
-        layer=peak.layer,
-        head=peak.head,
-        received=peak.received,
         optimizer_step=optimizer_step * on_gpu,
         host_kept=_host_kept_bytes(size, setup, rank_tokens),
         host_state=0 if on_gpu else optimizer + _pinned_weight_bytes(size, setup.num_ranks),
     )
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """Bytes held at a moment of backward, besides weights and the optimizer's state."""
-
-    gradients: int
-    gathered: int
-    received: int
-    kept: int
-    layer: int = 0
-    head: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.gradients + self.gathered + self.received + self.kept + self.layer + self.head
-
-
-def _head_moment(
-    size: DecoderSize, setup: TrainingSetup, rank_tokens: int, head_tokens: int, received: int
-) -> _Moment:
-    """Returns the bytes of the loss: embedding and head are gathered, and no layer is."""
+def _head_moment(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, head_tokens: int, received: int) -> Memory:
+    """Returns the bytes of the loss, without weights and the optimizer's state: embedding and head are gathered, and
+    no layer is."""
     gradients, kept = _gradients_at(size, setup, size.num_layers), _kept_at(size, setup, rank_tokens, size.num_layers)
     if not size.vocabulary:
-        return _Moment(gradients, 0, received, kept)
+        return Memory(gradients, 0, received, kept)
     norm = (LIGER_NORM_BYTES if setup.liger else NORM_BYTES) * size.hidden_size
     loss = FUSED_LOSS_BYTES * size.hidden_size if setup.liger else LOGIT_BYTES * size.vocabulary
     gathered = ZERO3_LAYER_BYTES * size.head_parameters
@@ -270,12 +249,12 @@ def _head_moment(
         gathered = HALF_BYTES * (
             size.embedding_parameters if setup.tensor_ranks == 1 else size.head_parameters // setup.tensor_ranks
         )
-    return _Moment(gradients, gathered, received, kept, head=round(head_tokens * (norm + loss)))
+    return Memory(gradients, gathered, received, kept, head=round(head_tokens * (norm + loss)))
 
 
 def _layer_moment(
     layer: LayerSize, size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received: int, layers_left: int
-) -> _Moment:
+) -> Memory:
     """Returns the bytes of one layer's backward, `layers_left` layers with it before the end. Embedding, head and the
     head's gradient are whole under FSDP2. Gradients that are added to earlier micro-steps' are counted there."""
     gathered = ZERO3_LAYER_BYTES * max(layer.parameters, size.head_parameters)
@@ -296,7 +275,7 @@ def _layer_moment(
         of_mlp = share * layer.mlp_bytes(setup.liger, setup.tensor_ranks) if share < 1 else 0.0
         of_tile = size.hidden_size, setup.liger, setup.tensor_ranks, of_heads
         computed = max(of_mlp, layer.attending_bytes(*of_tile) if of_heads < 1 else 0.0)
-    return _Moment(
+    return Memory(
         _gradients_at(size, setup, layers_left),
         gathered,
         received,

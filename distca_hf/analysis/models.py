@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize
-from distca_hf.analysis.states import StateSize
+from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize, StateSize
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, TokenBytes
 from distca_hf.errors import ConfigError

@@ -116,6 +116,14 @@ def block(title: str, table: Table, *words: str) -> RenderableType:
     return Group(Text(title, style="bold"), table, *words)
 
 
+def print_blocks(console: Console, blocks: Iterable[RenderableType]) -> None:
+    """Prints blocks with an empty line between them."""
+    for number, each in enumerate(blocks):
+        if number:
+            console.print()
+        console.print(each, highlight=False)
+
+
 def plain_table(*columns: str) -> Table:
     """Returns a table without lines: names that may wrap, then right-aligned numbers that never do."""
     table = Table(box=None, pad_edge=False, show_header=any(columns))

@@ -156,7 +156,9 @@ def describe_error(
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-    spans = _spans(tasks, device)
+    of_queries, of_keys = zip(*tasks, strict=True)
+    cu_q, cu_k = (torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for x in (of_queries, of_keys))
+    spans = Spans(cu_q, cu_k, max(of_queries), max(of_keys))
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         for _ in range(CALLS):
             q, dout = tensor(queries, num_heads, head_dim), tensor(queries, num_heads, value_dim)
@@ -167,14 +169,6 @@ def describe_error(
                 if not error <= LARGEST_ERROR:  # NaN, too
                     return f"its {name} has a relative error of {error:.2g}, on {queries} random tokens"
     return None
-
-
-def _spans(tasks: tuple[tuple[int, int], ...], device: torch.device) -> Spans:
-    queries, keys = zip(*tasks, strict=True)
-    of_queries, of_keys = (
-        torch.tensor([0, *accumulate(rows)], dtype=torch.int32, device=device) for rows in (queries, keys)
-    )
-    return Spans(of_queries, of_keys, max(queries), max(keys))
 
 
 def _results(

@@ -14,8 +14,7 @@ import torch
 
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.ffpa import FfpaKernel
-from distca_hf.kernels.flash4 import Flash4Kernel
+from distca_hf.kernels.flash4 import FfpaKernel, Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Kernel, before_queries
 from distca_hf.kernels.reference import WINDOW_TOKENS, ReferenceKernel, describe_error
 from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, TorchVarlenKernel

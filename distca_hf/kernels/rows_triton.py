@@ -12,7 +12,7 @@ import triton.language as tl
 
 from distca_hf.arrays import ceil_div
 from distca_hf.kernels.interface import AddRows, CopyRows, KindOfRows, MergeRows, kinds_of_rows, widths_of_parts
-from distca_hf.kernels.triton_launch import Launch
+from distca_hf.kernels.launches import TritonLaunch
 
 
 # Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, and
@@ -96,7 +96,7 @@ def _copy_launch(
     targets: tuple[KindOfRows, ...],
     any_rows: bool,
     any_places: bool,
-) -> tuple[Launch, int]:
+) -> tuple[TritonLaunch, int]:
     """Returns the kernel for tensors like these, and its blocks of a row."""
     width, other_width = (*widths_of_parts(sources, targets), 0)[:2]
     _check_rows("copy", (*sources, *targets))
@@ -104,7 +104,7 @@ def _copy_launch(
     block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(width, other_width)))
     columns = (width if len(sources) < len(targets) else 0, width if len(targets) < len(sources) else 0)
     constants = *strides, *columns, width, other_width, any_rows, any_places, block
-    return Launch(_copy_row, constants, device), ceil_div(width, block) + ceil_div(other_width, block)
+    return TritonLaunch(_copy_row, constants, device), ceil_div(width, block) + ceil_div(other_width, block)
 
 
 def _check_rows(do: str, kinds: Sequence[KindOfRows]) -> None:
@@ -175,9 +175,9 @@ def prepare_add_on_gpu(
 @lru_cache
 def _add_launch(
     device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[int, int, int], width: int
-) -> Launch:
+) -> TritonLaunch:
     """Returns the kernel for such tensors: other dtypes have another launch, because its first call compiles it."""
-    return Launch(_add_row, (*strides, width, triton.next_power_of_2(width)), device)
+    return TritonLaunch(_add_row, (*strides, width, triton.next_power_of_2(width)), device)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -317,9 +317,9 @@ def dot_rows_on_gpu(one_TNV: torch.Tensor, other_TNV: torch.Tensor) -> torch.Ten
 @lru_cache
 def _launch_of_heads(
     name: str, device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
-) -> tuple[Launch, int]:
+) -> tuple[TritonLaunch, int]:
     """Returns the kernel of a name for such tensors, and its blocks of heads."""
     kernel = {"merge": _merge_block, "scale": _scale_block, "dot": _dot_block}[name]
     block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
     constants = (*strides, heads, dim, block, triton.next_power_of_2(dim))
-    return Launch(kernel, constants, device), ceil_div(heads, block)
+    return TritonLaunch(kernel, constants, device), ceil_div(heads, block)

@@ -284,15 +284,12 @@ def simulate(
     num_ranks: int,
     tokens_per_rank: int,
     costs: PassCosts,
-    hop_seconds: float = 0.0,
-    part_layers: Sequence[int] | None = None,
 ) -> Seconds:
     """Simulates optimizer steps whose micro-batches have equal work on all ranks of a stage.
 
     Args:
         work: `[..., micro_batches]` attended pairs of all ranks of a stage together.
         num_ranks, tokens_per_rank, costs: as for `shape_step`.
-        hop_seconds, part_layers: as for `Schedule.step_seconds`.
 
     Returns:
         `[...]` float64 seconds.
@@ -300,7 +297,7 @@ def simulate(
     pairs = work / num_ranks
     forward = tokens_per_rank * costs.forward.token_seconds + pairs * costs.forward.pair_seconds
     backward = tokens_per_rank * costs.backward.token_seconds + pairs * costs.backward.pair_seconds
-    return schedule.step_seconds(forward, backward, hop_seconds, part_layers)
+    return schedule.step_seconds(forward, backward)
 
 
 def shares_to_try(micro_batches: int, num_stages: int) -> Iterator[list[float]]:

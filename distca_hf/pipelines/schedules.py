@@ -223,12 +223,6 @@ class Schedule:
         numbers = range(self.pipeline.num_stages)
         return [operations_of(self.pipeline, stage, self.micro_batches) for stage in numbers]
 
-    @property
-    def held_micro_batches(self) -> float:
-        """Most micro-batches whose activations a stage holds at once, in parts of its layers."""
-        stages = range(self.pipeline.num_stages)
-        return max(held_micro_batches(self.pipeline, stage, self.micro_batches) for stage in stages)
-
     @cached_property
     def actions(self) -> list[Action]:
         """Operations in the order in which torch's `_add_send_recv` visits them, and posts their transfers: each stage
@@ -265,29 +259,21 @@ class Schedule:
             queues = stage, target
         return Action(stage, operation, operation._replace(part=part), target, queues)
 
-    def step_seconds(
-        self,
-        forward_seconds: Seconds,
-        backward_seconds: Seconds,
-        hop_seconds: float = 0.0,
-        part_layers: Sequence[int] | None = None,
-    ) -> Seconds:
+    def step_seconds(self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0) -> Seconds:
         """Simulates an optimizer step: every stage runs its operations in order, each as soon as its input is there.
 
         Args:
             forward_seconds, backward_seconds: `[..., micro_batches]` float64 seconds of a micro-batch in all layers of
-                the model, on one rank of a stage. Leading dimensions are steps that are simulated side by side.
+                the model, of which every part has as many, on one rank of a stage. Leading dimensions are steps that
+                are simulated side by side.
             hop_seconds: seconds for activations, or their gradients, from one stage to another.
-            part_layers: layers of each part; by default all parts are equal.
 
         Returns:
             `[...]` float64 seconds until all stages have ended.
         """
-        layers = np.ones(self.pipeline.num_parts) if part_layers is None else np.asarray(part_layers, dtype=np.float64)
-        shares = (layers / layers.sum())[:, np.newaxis]
-        return self.step_seconds_of_parts(
-            forward_seconds[..., np.newaxis, :] * shares, backward_seconds[..., np.newaxis, :] * shares, hop_seconds
-        )
+        shares = np.full((self.pipeline.num_parts, 1), 1 / self.pipeline.num_parts)
+        forward, backward = (seconds[..., np.newaxis, :] * shares for seconds in (forward_seconds, backward_seconds))
+        return self.step_seconds_of_parts(forward, backward, hop_seconds)
 
     def step_seconds_of_parts(
         self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0

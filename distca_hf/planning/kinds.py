@@ -11,7 +11,7 @@ Work of the busiest ranks is summed over layers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -166,21 +166,12 @@ class PlanTotals:
         mixed = facts.of_full_and_windows
         before, after = (0.0, 0.0) if flops is None else (imbalance(work.tolist()) for work in facts.step_work(flops))
         full, window = (0.0, 0.0) if mixed is None else (kind.imbalance for kind in mixed)
-        return type(self)(
-            micro_batches=self.micro_batches + 1,
-            tokens=self.tokens + facts.num_tokens,
-            pairs=self.pairs + sum(facts.work) / facts.rows_per_token,
-            shared_tokens=self.shared_tokens + facts.shared_tokens,
-            imbalance_before=self.imbalance_before + facts.imbalance_before,
-            imbalance=self.imbalance + facts.imbalance,
-            mixed_micro_batches=self.mixed_micro_batches + (mixed is not None),
-            imbalance_full=self.imbalance_full + full,
-            imbalance_window=self.imbalance_window + window,
-            token_imbalance_before=self.token_imbalance_before + imbalance(facts.tokens_before),
-            token_imbalance=self.token_imbalance + imbalance(facts.tokens),
-            step_imbalance_before=self.step_imbalance_before + before,
-            step_imbalance=self.step_imbalance + after,
+        added = (
+            *(1, facts.num_tokens, sum(facts.work) / facts.rows_per_token, facts.shared_tokens),
+            *(facts.imbalance_before, facts.imbalance, mixed is not None, full, window),
+            *(imbalance(facts.tokens_before), imbalance(facts.tokens), before, after),
         )
+        return type(self)(*(sums + one for sums, one in zip(vars(self).values(), added, strict=True)))
 
     @property
     def balance(self) -> str:
@@ -200,6 +191,4 @@ class PlanTotals:
 
     def since(self, earlier: Self) -> Self:
         """Returns sums over the micro-batches that came after earlier ones."""
-        return type(self)(
-            **{field.name: getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)}
-        )
+        return type(self)(*(now - then for now, then in zip(vars(self).values(), vars(earlier).values(), strict=True)))

@@ -28,6 +28,9 @@ from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
 
 # Version of the routing, part of every fingerprint: versions that route the same tasks differently must not agree.
 PLAN_VERSION = 4
+# Arrays of a plan, in the order of its fingerprint and of its integers.
+LAYOUT_ARRAYS = ("document_tokens", "segment_document", "segment_start", "segment_stop", "rank_segments", "rank_rows")
+TASK_ARRAYS = ("document", "start", "stop", "rank", "head")
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,17 +129,8 @@ class Plan:
         digest = hashlib.blake2b(PLAN_VERSION.to_bytes(8, "little"), digest_size=8)
         layout, tasks = self.layout, self.tasks
         for array in (
-            layout.document_tokens,
-            layout.segment_document,
-            layout.segment_start,
-            layout.segment_stop,
-            layout.rank_segments,
-            layout.rank_rows,
-            tasks.document,
-            tasks.start,
-            tasks.stop,
-            tasks.rank,
-            tasks.head,
+            *(getattr(layout, name) for name in LAYOUT_ARRAYS),
+            *(getattr(tasks, name) for name in TASK_ARRAYS),
             np.array([tasks.head_groups]),
             *(() if layout.shared is None else layout.shared.arrays),
         ):

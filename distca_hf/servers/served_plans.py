@@ -26,7 +26,7 @@ from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.layout import Layout, Topology
 from distca_hf.planning.pieces import Tasks
-from distca_hf.planning.plan import PLAN_VERSION, ExtraRanks, Plan
+from distca_hf.planning.plan import LAYOUT_ARRAYS, PLAN_VERSION, TASK_ARRAYS, ExtraRanks, Plan
 from distca_hf.planning.rebalance import plan_by_moving
 
 
@@ -37,15 +37,6 @@ SERVED_TOLERANCE = 0.005
 # Integers of a written plan before the lengths: version, head groups, tokens of the window (0 for none), and whether
 # it is chunked.
 NUM_NUMBERS = 4
-LAYOUT_ARRAYS = (
-    "document_tokens",
-    "segment_document",
-    "segment_start",
-    "segment_stop",
-    "rank_segments",
-    "rank_rows",
-)
-TASK_ARRAYS = ("document", "start", "stop", "rank", "head")
 NUM_ARRAYS = len(LAYOUT_ARRAYS) + len(TASK_ARRAYS) + 1  # and the speeds
 HEADER_LENGTH = NUM_NUMBERS + NUM_ARRAYS
 

@@ -19,6 +19,7 @@ from distca_hf.cost import Mask
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
+from lib.planning import bench_ways
 from lib.planning.published_setting import published
 
 
@@ -88,7 +89,7 @@ def _seconds(links: LinkTimes, checkpointed: bool, saves: bool) -> dict[str, flo
         "packing": ways.plain_packing(costs, LENGTHS, RANKS),
         "ulysses": ways.ulysses(costs, cluster, LENGTHS, 2),
         "ring": ways.ring(costs, cluster, LENGTHS, RANKS),
-        "gathered": ways.gathered(costs, cluster, [LENGTHS], RANKS),
+        "gathered": bench_ways.gathered(costs, cluster, [LENGTHS], RANKS),
         "published": published(costs, cluster, LENGTHS, 0.05),
         "placed": ours(costs, cluster, PLACED, 4, saves),
         "moved": ours(costs, cluster, MOVED, 1, saves),

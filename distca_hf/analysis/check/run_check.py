@@ -6,26 +6,25 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from datasets.utils.logging import disable_progress_bar
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
 from distca_hf.analysis.check.find import Candidate, find_candidate
-from distca_hf.analysis.check.job import MOST_TOKENS, Job, JobMemory, memory_of
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
-from distca_hf.analysis.decoder_size import DecoderSize
-from distca_hf.analysis.memory import USABLE_SHARE, Memory, Sharding
+from distca_hf.analysis.decoder_size import DecoderSize, state_size_of
+from distca_hf.analysis.fit import MOST_TOKENS, Job, JobMemory, memory_of
+from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing, Memory, Sharding, TrainingSetup
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
-from distca_hf.analysis.states import state_size_of
 from distca_hf.analysis.tables import (
     CHECKPOINTING,
     Terminal,
@@ -36,6 +35,7 @@ from distca_hf.analysis.tables import (
     memory_table,
     of_host,
     plain_table,
+    print_blocks,
     print_json,
 )
 from distca_hf.errors import ConfigError
@@ -71,11 +71,11 @@ class CheckAnswer:
     @property
     def fits(self) -> dict[Sharding, bool]:
         """Whether each way fits the GPU and the host."""
-        return {way: self.job.room.fits(memory, self.job.num_ranks) for way, memory in self.memory.items()}
+        return {way: self.job.room.fits(memory, self.job.setup.num_ranks) for way, memory in self.memory.items()}
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything, with bytes and tokens as whole numbers."""
-        job, verdict = self.job, self.verdict
+        job, verdict, setup = self.job, self.verdict, self.job.setup
         return {
             "model": self.candidate.name,
             "class": self.candidate.class_name,
@@ -92,20 +92,20 @@ class CheckAnswer:
             ],
             "kernels": [choice.as_json() for choice in verdict.kernels],
             "gpu": asdict(job.gpu),
-            "gpus": job.num_ranks,
+            "gpus": setup.num_ranks,
             "tokens_per_rank": job.tokens_per_rank,
-            "micro_steps": job.micro_steps,
-            "checkpointing": job.checkpointing,
-            "liger": job.liger,
-            "mlp_tokens": job.mlp_tokens,
-            "attention_kv_heads": job.attention_kv_heads,
-            "offload_params": job.state_on_host,
+            "micro_steps": setup.micro_steps,
+            "checkpointing": setup.checkpointing,
+            "liger": setup.liger,
+            "mlp_tokens": setup.mlp_tokens,
+            "attention_kv_heads": setup.attention_kv_heads,
+            "offload_params": setup.state_on_host,
             "ranks_per_node": job.ranks_per_node,
             "host_gib": job.host_gib,
             "parameters": None if self.size is None else self.size.parameters,
-            "room_bytes": None if job.room_bytes is None else round(job.room_bytes),
+            "room_bytes": None if job.gpu.gib is None else round(job.room.gpu_bytes),
             "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
-            "node_bytes": {way: job.room.node_bytes(memory, job.num_ranks) for way, memory in self.memory.items()},
+            "node_bytes": {way: job.room.node_bytes(memory, setup.num_ranks) for way, memory in self.memory.items()},
             "fits": self.fits,
             "advice": self.found.advice or None,
             "largest_tokens_per_rank": self.found.largest_tokens,
@@ -121,19 +121,16 @@ def run_check(options: CheckOptions) -> int:
     Raises:
         ConfigError: an option or the model is wrong.
     """
-    job = Job(
-        find_gpu(options.gpu),
+    setup = TrainingSetup(
         options.gpus,
-        options.tokens_per_rank,
-        options.checkpointing,
-        options.liger,
-        options.micro_steps,
-        options.mlp_tokens,
-        options.attention_kv_heads,
-        options.offload_params,
-        options.host_gib,
-        options.ranks_per_node,
+        checkpointing=cast(Checkpointing, options.checkpointing),  # the job refuses any other
+        liger=options.liger,
+        micro_steps=options.micro_steps,
+        mlp_tokens=options.mlp_tokens,
+        attention_kv_heads=options.attention_kv_heads,
+        state_on_host=options.offload_params,
     )
+    job = Job(find_gpu(options.gpu), options.tokens_per_rank, setup, options.host_gib, options.ranks_per_node)
     with _quiet():
         candidate = find_candidate(options.model, options.trust_remote_code)
         with contextlib.nullcontext() if options.trust_remote_code else without_hub():
@@ -141,7 +138,7 @@ def run_check(options: CheckOptions) -> int:
     if options.as_json:
         print_json(answer.as_json())
     else:
-        print_answer(answer, Terminal(), options.numerics)
+        print_blocks(Terminal(), answer_blocks(answer, options.numerics))
     return REFUSED if answer.verdict.status == "refused" else WORKS
 
 
@@ -156,12 +153,12 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
     if states is None and any(kind.mixer for kind in verdict.kinds) and not verdict.whole_documents:
         unknown = "the size of states that travel between ranks is not known, and left out of the memory"
         verdict = replace(verdict, notes=(*verdict.notes, unknown))
-    if job.mlp_tokens and size is not None and not size.tiles_mlps:
-        reason = f"no layer has an MLP that runs on {job.mlp_tokens:,} tokens at a time: leave --mlp-tokens out"
+    if job.setup.mlp_tokens and size is not None and not size.tiles_mlps:
+        reason = f"no layer has an MLP that runs on {job.setup.mlp_tokens:,} tokens at a time: leave --mlp-tokens out"
         verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, reason))
-    if job.attention_kv_heads:
+    if job.setup.attention_kv_heads:
         try:
-            tiled_attention(outline, job.attention_kv_heads)
+            tiled_attention(outline, job.setup.attention_kv_heads)
         except ConfigError as error:
             verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, str(error)))
     found = JobMemory({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
@@ -212,15 +209,8 @@ PARTS = {
 INDENTED = (0, 0, 0, 2)
 
 
-def print_answer(answer: CheckAnswer, console: Console, with_numerics: bool = False) -> None:
-    """Prints the verdict with reasons and limits, layers, kernels, memory, and on request numerics."""
-    for number, each in enumerate(_blocks(answer, with_numerics)):
-        if number:
-            console.print()
-        console.print(each, highlight=False)
-
-
-def _blocks(answer: CheckAnswer, with_numerics: bool) -> Iterator[RenderableType]:
+def answer_blocks(answer: CheckAnswer, with_numerics: bool = False) -> Iterator[RenderableType]:
+    """Yields the verdict with reasons and limits, layers, kernels, memory, and on request numerics."""
     verdict = answer.verdict
     yield _verdict(answer)
     if verdict.kinds:
@@ -281,23 +271,23 @@ def _kernels(answer: CheckAnswer) -> RenderableType:
 def _memory(answer: CheckAnswer) -> RenderableType:
     """Returns the table of GiB per GPU by part, GiB on the host, the tokens per rank that fit, and what would make the
     job fit."""
-    job, of_ways = answer.job, answer.memory.values()
+    job, setup, of_ways = answer.job, answer.job.setup, answer.memory.values()
     parts = {part: words for part, words in PARTS.items() if any(getattr(memory, part) for memory in of_ways)}
-    table = memory_table(answer.memory, parts, job.room, job.num_ranks)
+    table = memory_table(answer.memory, parts, job.room, setup.num_ranks)
     table.add_row("largest tokens per rank", *map(_tokens, answer.found.largest_tokens.values()))
-    if not job.liger:
+    if not setup.liger:
         table.add_row("the same with --liger", *map(_tokens, answer.found.with_liger_tokens.values()))
     document = "" if answer.verdict.whole_documents else ", one document of all of them"
-    tiles = in_tiles(job.mlp_tokens, job.attention_kv_heads)
+    tiles = in_tiles(setup.mlp_tokens, setup.attention_kv_heads)
     words = (
-        f"Estimated for {counted(job.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "
-        f"all weights trained in fp32 with AdamW, computed in bf16; {CHECKPOINTING[job.checkpointing]} "
-        f"(--checkpointing); {tiles}{'with' if job.liger else 'without'} Liger's kernels and loss; "
+        f"Estimated for {counted(setup.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "
+        f"all weights trained in fp32 with AdamW, computed in bf16; {CHECKPOINTING[setup.checkpointing]} "
+        f"(--checkpointing); {tiles}{'with' if setup.liger else 'without'} Liger's kernels and loss; "
         f"{USABLE_SHARE:.0%} of {job.gpu.gib:g} GiB may be used."
     ).replace("%", " %")
-    words += of_host(answer.memory, job.state_on_host)
+    words += of_host(answer.memory, setup.state_on_host)
     parameters = 0 if answer.size is None else answer.size.parameters
-    words += accumulation(parameters, job.num_ranks, job.micro_steps)
+    words += accumulation(parameters, setup.num_ranks, setup.micro_steps)
     unfit = [f"Does not fit: {answer.found.advice}."] if answer.found.advice else []
     return block("GiB per GPU, estimated", table, words, *unfit)
 

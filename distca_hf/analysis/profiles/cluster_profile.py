@@ -56,20 +56,13 @@ def read_dataclass(cls: Any, content: Mapping[str, Any]) -> Any:
     check_names(cls.__name__, content, {field.name for field in fields(cls)})
     found = cls(**{name: _as_tuples(value) for name, value in content.items()})
     for name, kind in get_type_hints(cls).items():
-        _check_single(f"{cls.__name__}.{name}", kind, getattr(found, name))
+        value = getattr(found, name)
+        if kind in (int, float, str, bool) and type(value) not in (kind, *[int] * (kind is float)):
+            raise ValueError(f"{cls.__name__}.{name} is {value!r}, and no {kind.__name__}")
+        least = 0 if kind is float or name == "window_tokens" else 1
+        if kind in (int, float) and not least <= value <= MOST:
+            raise ValueError(f"{cls.__name__}.{name} is {value}, and must be at least {least}, and at most {MOST:g}")
     return found
-
-
-def _check_single(name: str, kind: Any, value: Any) -> None:
-    """Raises ValueError if a single value is not of its field's type, or out of range."""
-    if kind not in (int, float, str, bool):
-        return
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{name} is {value!r}, and no {kind.__name__}")
-    if kind in (int, float):
-        least = 0 if kind is float or name.endswith("window_tokens") else 1
-        if not least <= value <= MOST:
-            raise ValueError(f"{name} is {value}, and must be at least {least}, and at most {MOST:g}")
 
 
 def _as_tuples(value: Any) -> Any:

@@ -5,8 +5,8 @@ changes. Beyond the measured sizes the rate stays as at the border, and a note r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +22,20 @@ Amounts = NDArray[Any]
 WORTH_A_NOTE = 0.005
 
 
-@dataclass
-class Beyond:
-    """Counts how many seconds of one kind were extrapolated beyond measured sizes.
+class Beyond(NamedTuple):
+    """How many seconds of one kind were extrapolated beyond measured sizes.
 
     Attributes:
+        lowest, highest: measured sizes.
+        most: largest size that was needed.
         seconds, outside_seconds: seconds of all sizes, and of sizes that were not measured.
     """
 
     lowest: float
     highest: float
-    least: float
     most: float
-    seconds: float = 0.0
-    outside_seconds: float = 0.0
+    seconds: float
+    outside_seconds: float
 
     @property
     def share(self) -> float:
@@ -63,8 +63,8 @@ class Notes:
         if sizes.size == 0:
             return
         outside = (sizes < lowest) | (sizes > highest)
-        least, most = float(sizes.min()), float(sizes.max())
-        self._add(name, Beyond(lowest, highest, least, most, float(seconds.sum()), float(seconds[outside].sum())))
+        of_seconds = float(seconds.sum()), float(seconds[outside].sum())
+        self._add(name, Beyond(lowest, highest, float(sizes.max()), *of_seconds))
 
     def merge(self, other: "Notes") -> None:
         """Adds the notes of another process."""
@@ -86,17 +86,11 @@ class Notes:
 
     def _add(self, name: str, beyond: Beyond) -> None:
         old = self.beyond.get(name)
-        if old is None:
-            self.beyond[name] = replace(beyond)
-            return
-        self.beyond[name] = Beyond(
-            min(old.lowest, beyond.lowest),
-            max(old.highest, beyond.highest),
-            min(old.least, beyond.least),
-            max(old.most, beyond.most),
-            old.seconds + beyond.seconds,
-            old.outside_seconds + beyond.outside_seconds,
-        )
+        if old is not None:
+            lowest, highest = min(old.lowest, beyond.lowest), max(old.highest, beyond.highest)
+            seconds, outside = old.seconds + beyond.seconds, old.outside_seconds + beyond.outside_seconds
+            beyond = Beyond(lowest, highest, max(old.most, beyond.most), seconds, outside)
+        self.beyond[name] = beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +181,16 @@ def kernel_times_of(times: AttentionTimes) -> dict[str, Any]:
     queries = np.array(times.square_tokens)
     keys = np.array(sorted({*times.square_tokens, *times.prefix_keys} - set(queries[queries > times.prefix_keys[-1]])))
     keys = keys[keys >= queries[0]]
-    rows = [_row(times, number, keys) for number in queries[queries <= keys[-1]]]
+    notes, rows = Notes(), []  # seconds of the last queries of documents of this many tokens
+    for number in queries[queries <= keys[-1]]:
+        total, before = np.zeros(len(keys)), np.maximum(0.0, keys - number)
+        for square, prefix in (
+            (times.square_forward, times.prefix_forward),
+            (times.square_backward, times.prefix_backward),
+        ):  # beyond measured prefixes, rates are the border's
+            total += square_curve(times, square).at(number, notes)
+            total += prefix_surface(times, prefix).at(np.full(len(keys), number), before, notes)
+        rows.append(total)
     return {
         "query_tokens": [int(x) for x in queries[queries <= keys[-1]]],
         "key_tokens": [int(x) for x in keys],
@@ -196,17 +199,3 @@ def kernel_times_of(times: AttentionTimes) -> dict[str, Any]:
             for number, row in zip(queries, rows, strict=False)
         ],
     }
-
-
-def _row(times: AttentionTimes, queries: float, keys: FloatArray) -> FloatArray:
-    """Returns `[keys]` seconds of the last queries of documents of this many tokens; beyond measured prefixes, rates
-    are the border's."""
-    notes, total = Notes(), np.zeros(len(keys))
-    before = np.maximum(0.0, keys - queries)
-    for square, prefix in (
-        (times.square_forward, times.prefix_forward),
-        (times.square_backward, times.prefix_backward),
-    ):
-        total += square_curve(times, square).at(queries, notes)
-        total += prefix_surface(times, prefix).at(np.full(len(keys), queries), before, notes)
-    return total

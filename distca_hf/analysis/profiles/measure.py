@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from distca_hf.analysis.profiles.cluster_profile import (
     AttentionTimes,
@@ -153,7 +155,7 @@ T = TypeVar("T")
 
 
 class MeasuringProgress:
-    """Shows on rank 0 what is being measured: a bar of `rich`, or lines without `rich` or a terminal."""
+    """Shows on rank 0 what is being measured: a bar of `rich`, or lines without a terminal."""
 
     def __init__(self, shown: bool, total: int) -> None:
         self._shown, self._total, self._done, self._words = shown, total, 0, ""
@@ -163,12 +165,6 @@ class MeasuringProgress:
     def bar(self) -> Iterator[None]:
         """Shows the bar until the block ends."""
         if not (self._shown and sys.stderr.isatty()):
-            yield
-            return
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-        except ImportError:
             yield
             return
         columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeElapsedColumn())

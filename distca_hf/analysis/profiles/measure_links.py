@@ -276,7 +276,8 @@ class MeasuringRanks:
 
     def exchange_seconds(self, exchanges: Exchanges, num_bytes: int) -> float:
         """Times exchanges of this many bytes through the product's transport."""
-        return self.slowest(exchanges.run, calls_of(num_bytes), "measuring an exchange")
+        calls = max(FEWEST_CALLS, min(MOST_CALLS, SERIES_BYTES // max(1, num_bytes)))  # the same on all ranks
+        return self.slowest(exchanges.run, calls, "measuring an exchange")
 
     def _exchanges(self, num_bytes: int, to: Sequence[int], by: Sequence[int]) -> Exchanges:
         return Exchanges(self.transport, self.device, num_bytes, to, by)
@@ -328,8 +329,3 @@ class MeasuringRanks:
         if between_nodes or not self.has_several_nodes:
             return None, self.num_ranks
         return self.node_group, self.ranks_per_node
-
-
-def calls_of(num_bytes: int) -> int:
-    """Returns how many calls a series of this size has: the same on all ranks."""
-    return max(FEWEST_CALLS, min(MOST_CALLS, SERIES_BYTES // max(1, num_bytes)))

@@ -187,8 +187,9 @@ def read_simulation(content: Mapping[str, Any], source: str) -> Report:
         ],
         tables=[
             *(
-                table_of_ways(_world(one), one["ways"], one["in_short"] + _left_out(one["missing"]))
+                table_of_ways(_world(one), one["ways"], one["in_short"] + left_out)
                 for one in content["simulations"]
+                for left_out in [f" Left out: {'; '.join(map(str, one['missing']))}." * bool(one["missing"])]
             ),
             Table("Assumptions", ["assumed"], [[str(assumption)] for assumption in content["assumptions"]]),
         ],
@@ -202,10 +203,6 @@ def _world(simulation: Mapping[str, Any]) -> str:
     size = simulation["batch_size"]
     of_rank = f"{simulation['tokens_per_rank']:,} tokens" if size is None else f"{size:,} rows"
     return f"{simulation['gpus']:,} GPUs x {of_rank}{accumulation}{stages}"
-
-
-def _left_out(missing: Sequence[object]) -> str:
-    return f" Left out: {'; '.join(map(str, missing))}." if missing else ""
 
 
 def table_of_ways(world: str, ways: Sequence[Mapping[str, Any]], note: str) -> Table:

@@ -11,34 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from distca_hf.analysis.models import ModelSize, SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, profile_of_device
 from distca_hf.analysis.profiles.curves import FloatArray, Notes
-from distca_hf.analysis.report.figures import OfRanks
+from distca_hf.analysis.report.figures import OfRanks, Seconds
 from distca_hf.analysis.simulate.costs import Costs, Tiles
 from distca_hf.cost import CAUSAL_MASK, Heads, Mask
 from distca_hf.errors import first_line
 from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace
-
-
-class Predicted(NamedTuple):
-    """Predicted seconds of a micro-batch.
-
-    Attributes:
-        rates: name of the profile, or the GPU whose rates were taken; several have commas between them.
-        source: the same as text.
-        attention, rest: `[ranks]` seconds of attention, and of everything else without the optimizer and collectives;
-            None if they are not known.
-    """
-
-    rates: str = ""
-    source: str = ""
-    attention: OfRanks = ()
-    rest: OfRanks = ()
 
 
 @dataclass
@@ -64,8 +47,9 @@ class Predictor:
         self._shipped, self._loaded = cache(profile_of_device), cache(self._load)
         self._made: dict[tuple[str, ModelSizes, HeadSizes], Costs] = {}
 
-    def predict(self, of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Predicted:
-        """Returns predicted seconds of one micro-batch; nothing if there is nothing to predict from.
+    def predict(self, of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Seconds:
+        """Returns predicted seconds of one micro-batch; nothing if there is nothing to predict from. Several profiles
+        have commas between them.
 
         Args:
             of_ranks: traces by rank, attention servers after the others; some may be missing.
@@ -81,15 +65,15 @@ class Predictor:
             if part is None:
                 continue
             names[part.rates] = sources[part.source] = None
-            for trace, of_attention, of_rest in zip(traces, part.attention, part.rest, strict=True):
-                attention[trace.rank], rest[trace.rank] = of_attention, of_rest
-        return Predicted(", ".join(names), "; ".join(sources), attention, rest) if names else Predicted()
+            for trace, *seconds in zip(traces, part.predicted_attention, part.predicted_rest, strict=True):
+                attention[trace.rank], rest[trace.rank] = seconds
+        return Seconds(", ".join(names), "; ".join(sources), attention, rest) if names else Seconds()
 
     def lines(self) -> list[str]:
         """Returns sentences about everything that was not measured as needed."""
         return [*self.unread, *(f"Predicted seconds: {line}." for line in self.notes.lines())]
 
-    def _part(self, traces: Sequence[RankTrace]) -> Predicted | None:
+    def _part(self, traces: Sequence[RankTrace]) -> Seconds | None:
         """Returns predicted seconds of ranks with one kind of GPU."""
         model, costs, device, profile = traces[0].model, traces[0].costs, traces[0].device, self.named
         if profile is None:
@@ -97,22 +81,19 @@ class Predictor:
             is_of_device = set_in_run is not None and set_in_run.made.device == device
             profile = set_in_run if is_of_device else self._shipped(device)
         if profile is not None and model is not None and model.heads:
-            words = f"the measured profile {profile.source} of {profile.made.device}"
-            return Predicted(
+            tokens = np.array([trace.tokens for trace in traces])
+            of_layers = self._costs(profile, model, model.heads[0])
+            return Seconds(
                 profile.source,
-                words,
+                f"the measured profile {profile.source} of {profile.made.device}",
                 self._attention(profile, model, traces),
-                self._costs(profile, model, model.heads[0])
-                .rest_seconds(
-                    np.array([trace.tokens for trace in traces]), model.recomputes_layers, model.backward_share
-                )
-                .tolist(),
+                of_layers.rest_seconds(tokens, model.recomputes_layers, model.backward_share).tolist(),
             )
         if costs is None:
             return None
         pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
         known = "sizes of the model are not known" if profile is not None else f"no profile was measured on {device}"
-        return Predicted(
+        return Seconds(
             costs.rates,
             f"the rates of an {costs.rates}, an estimate: {known}",
             [trace.work[trace.rank] * pair_seconds for trace in traces],

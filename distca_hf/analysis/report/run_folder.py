@@ -9,7 +9,7 @@ in memory at a time.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from distca_hf.analysis.report.figures import (
     in_nodes,
     spread,
 )
-from distca_hf.analysis.report.predictions import Predicted, Predictor
+from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.straggler import (
     findings_of,
     most_telling,
@@ -248,10 +248,15 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
     missing = [rank for rank in all_ranks if rank not in of_ranks]
     predicted = predictor.predict(of_ranks, len(any_trace.work))
     seconds = _seconds(of_ranks, any_trace, predicted)
-    sent = _sent(of_ranks)
+    # Who sends how much to whom: from the sender's trace, or if that is missing, from the receiver's.
+    found = {(rank, other): size for rank, trace in of_ranks.items() for other, size in trace.sent_bytes}
+    for rank, trace in of_ranks.items():
+        for other, size in trace.received_bytes:
+            found.setdefault((other, rank), size)
+    sent = [(source, destination, size) for (source, destination), size in sorted(found.items())]
     numbers = {"stage": any_trace.stage, "chunk": any_trace.chunk, "tensor rank": any_trace.tensor_rank}
     parts = [f", {name} {number}" for name, number in numbers.items() if number]
-    nodes_sent, sent = in_nodes(
+    nodes_sent, shown = in_nodes(
         sent, any_trace.num_ranks, len(any_trace.work) - any_trace.num_ranks, any_trace.ranks_per_node
     )
     return StepFigures(
@@ -266,7 +271,7 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
         tokens=[of_ranks[rank].tokens if rank in of_ranks else None for rank in ranks],
         num_ranks=any_trace.num_ranks,
         servers=any_trace.servers,
-        sent=sent,
+        sent=shown,
         speeds=any_trace.speeds,
         nodes_sent=nodes_sent,
         missing=missing,
@@ -299,27 +304,19 @@ def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[st
     return facts
 
 
-def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
-    """Returns who sends how much to whom: from the sender's trace, or if that is missing, from the receiver's."""
-    found = {(rank, other): size for rank, trace in of_ranks.items() for other, size in trace.sent_bytes}
-    for rank, trace in of_ranks.items():
-        for other, size in trace.received_bytes:
-            found.setdefault((other, rank), size)
-    return [(source, destination, size) for (source, destination), size in sorted(found.items())]
-
-
-def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted: Predicted) -> Seconds:
+def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted: Seconds) -> Seconds:
     """Returns predicted and measured seconds of every rank."""
+
+    def spent(trace: RankTrace, uses: Sequence[Spent]) -> float:  # seconds that all calls of a rank spent on something
+        return sum(us for call in trace.calls for use, us in call.spans if use in uses) / 1e6
+
     traces = [of_ranks.get(rank) for rank in range(len(any_trace.work))]
     attention, waiting, exchange = (
-        [None if trace is None else _spent(trace, uses) for trace in traces]
+        [None if trace is None else spent(trace, uses) for trace in traces]
         for uses in (KERNELS, (Spent.WAIT,), EXCHANGES)
     )
-    return Seconds(
-        rates=predicted.rates,
-        source=predicted.source,
-        predicted_attention=predicted.attention,
-        predicted_rest=predicted.rest,
+    return replace(
+        predicted,
         attention=attention,
         waiting=waiting,
         exchange=exchange,
@@ -330,11 +327,6 @@ def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted:
         step=[None if trace is None else trace.step_seconds for trace in traces],
         waiting_for_servers=waiting_for_servers(of_ranks, any_trace.num_ranks),
     )
-
-
-def _spent(trace: RankTrace, uses: Sequence[Spent]) -> float:
-    """Returns the seconds that all calls of a rank spent on something."""
-    return sum(us for call in trace.calls for use, us in call.spans if use in uses) / 1e6
 
 
 def _calls(of_ranks: Mapping[int, RankTrace]) -> list[CallOfRanks]:

@@ -79,12 +79,6 @@ class Tiles:
         rank, queries, one_group = (np.concatenate([x, x[prefix]]) for x in (rank, queries, one_group))
         return cls(mask, rank, queries, keys, pairs, one_group, waits)
 
-    def work_of(self, num_ranks: int, head_groups: int) -> IntArray:
-        """Returns `[ranks]` work: attended pairs x head groups."""
-        work = np.zeros(num_ranks, dtype=np.int64)
-        np.add.at(work, self.rank, self.pairs * np.where(self.one_group, 1, head_groups))
-        return work
-
 
 # Forward operations of one token and weight.
 FLOPS_OF_WEIGHT = 2

@@ -74,10 +74,6 @@ class WayFigures:
         """Returns how many times as fast this way is as another one."""
         return other.step_seconds / self.step_seconds
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns all figures by their names."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class Result:
@@ -191,7 +187,7 @@ class Result:
         fields = [name for name in vars(self) if name != "ways"]
         return {
             **{name: getattr(self, name) for name in fields},
-            "ways": [way.as_json() for way in self.ways],
+            "ways": [dict(vars(way)) for way in self.ways],
             "choose": None if ours is None else ours.key,
             "gain": self.gain,
             "in_short": self.in_short(),

@@ -18,7 +18,6 @@ import numpy as np
 
 from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.memory import saves_attention
-from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import plan_step
@@ -346,7 +345,13 @@ def _simulate(
         if way.costly and not with_costly:
             continue
         seconds, loads = simulation.step_seconds(way, step)
-        checkpointed = simulation.training.layers_checkpointed
+        checkpointed, model = simulation.training.layers_checkpointed, simulation.costs.model
+        prefixes = [(load.prefixes, load.head_tokens is None) for load in loads if load.prefixes is not None]
+        shared = (
+            sum(int(tokens.sum()) for tokens, _ in prefixes),
+            sum(model.pairs(tokens) for tokens, _ in prefixes),
+            sum(int(tokens.sum()) for tokens, heads_share in prefixes if heads_share),
+        )
         ways[way.key] = WayStep(
             seconds,
             sum(load.attention_seconds(checkpointed) for load in loads),
@@ -355,19 +360,6 @@ def _simulate(
             max(int(load.tokens.max()) for load in loads),
             max(int(load.of_head.max()) for load in loads),
             sum(load.left_out_pairs for load in loads),
-            *_shared(simulation.costs.model, loads),
+            *shared,
         )
     return Simulated(number, ways, simulation.costs.notes)
-
-
-def _shared(model: SimulatedModel, loads: Sequence[Load]) -> tuple[int, float, int]:
-    """Returns tokens and attended pairs that layers do not compute, and tokens that heads do not compute, because
-    another document begins with them, too."""
-    shared = [(load, load.prefixes) for load in loads if load.prefixes is not None]
-    tokens = [int(prefixes.sum()) for _, prefixes in shared]
-    pairs = sum(model.pairs(prefixes) for _, prefixes in shared)
-    return (
-        sum(tokens),
-        pairs,
-        sum(of for of, (load, _) in zip(tokens, shared, strict=True) if load.head_tokens is None),
-    )

@@ -44,10 +44,6 @@ class Training:
 
     Attributes:
         layers_checkpointed: whether layers are computed again in backward.
-        has_head: whether the last matrix and the loss are computed.
-        has_optimizer: whether AdamW makes a step.
-        reduce_bytes: of a number in sums of gradients over ranks.
-        root_share: part of the weights outside layers that the model has; benchmarks leave the head out.
         gathers_layers: whether weights are gathered, and gradients summed, in each layer of each micro-batch. Stages
             of a pipeline do so once in an optimizer step.
         sums_gradients: whether gradients are summed over ranks; under `no_sync` each rank adds them to its own.
@@ -56,10 +52,6 @@ class Training:
     costs: Costs
     cluster: Cluster
     layers_checkpointed: bool = True
-    has_head: bool = True
-    has_optimizer: bool = True
-    reduce_bytes: int = HALF_BYTES
-    root_share: float = 1.0
     gathers_layers: bool = True
     sums_gradients: bool = True
 
@@ -70,7 +62,13 @@ class Training:
 
     def micro_batch_seconds(self, load: Load) -> float:
         """Returns the seconds of one micro-batch, forward and backward."""
-        return sum(self.layers_seconds(load)) + self._ends(load) + load.beside_seconds
+        layers = sum(self.layers_seconds(load))
+        ends = sum(  # nothing is computed meanwhile
+            self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
+            for num_bytes in (self.root_bytes, self.costs.layer_weight_bytes)
+        )
+        ends = ends + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
+        return layers + ends + load.beside_seconds
 
     def layers_seconds(self, load: Load) -> tuple[float, float]:
         """Returns the seconds of all layers, forward and backward.
@@ -88,8 +86,6 @@ class Training:
 
     def optimizer_seconds(self) -> float:
         """Returns the seconds of AdamW's step on a rank's share of the weights."""
-        if not self.has_optimizer:
-            return 0.0
         weights = self.costs.model.size.parameters / self.shards / self.costs.tensor_ranks
         return weights * self.costs.profile.rates.optimizer_seconds
 
@@ -101,17 +97,17 @@ class Training:
         """Returns the seconds of summing the gradients of weights of this many bytes in bf16."""
         if not self.sums_gradients:
             return 0.0
-        return self.cluster.reduce_scatter(weight_bytes * self.reduce_bytes / HALF_BYTES)
+        return self.cluster.reduce_scatter(weight_bytes)
 
     def embedding_seconds(self, load: Load) -> float:
         """Returns the seconds of the embedding, forward and backward: its rows are read and written, and its gradient
         is cleared and added to."""
         rows = float(load.tokens.max()) * self.costs.model.size.hidden_size * HALF_BYTES
-        return float(self.costs.copy_seconds(5 * rows + 2 * self._root_bytes))
+        return float(self.costs.copy_seconds(5 * rows + 2 * self.root_bytes))
 
     def head_seconds(self, load: Load) -> float:
         """Returns the seconds of the last matrix and the loss, forward and backward."""
-        return float(self.costs.head_seconds(load.of_head).max()) if self.has_head else 0.0
+        return float(self.costs.head_seconds(load.of_head).max())
 
     def cast_seconds(self) -> float:
         """Returns the seconds of casting a rank's share of weights, and of gradients."""
@@ -173,17 +169,10 @@ class Training:
         node = Cluster(self.cluster.profile, ranks, ranks, self.costs.notes)
         return TENSOR_COLLECTIVES * (node.all_gather(hidden) + node.reduce_scatter(hidden))
 
-    def _ends(self, load: Load) -> float:
-        """Returns the seconds of embedding, head and loss, and of collectives with nothing computed meanwhile."""
-        collectives = sum(
-            self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
-            for num_bytes in (self._root_bytes, self.costs.layer_weight_bytes)
-        )
-        return collectives + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
-
     @property
-    def _root_bytes(self) -> float:
-        return self.costs.root_weight_bytes * self.root_share
+    def root_bytes(self) -> float:
+        """Bytes of the weights outside of layers, in bf16."""
+        return self.costs.root_weight_bytes
 
 
 # Forward seconds of the head over all of its seconds: one product of three.
@@ -213,7 +202,8 @@ class StagedTraining:
         Args:
             loads: on the data ranks of a stage.
         """
-        training, num_layers = self.training, self.training.costs.model.size.layers
+        training, costs = self.training, self.training.costs
+        num_layers = costs.model.size.layers
         shares = np.array(self.pipeline.layers_of_parts(num_layers)) / num_layers
         # [parts, micro-batches]
         passes = np.array([training.layers_seconds(load) for load in loads])
@@ -224,24 +214,16 @@ class StagedTraining:
         backward[0] += embedding / 2
         forward[-1] += HEAD_FORWARD_SHARE * head
         backward[-1] += (1 - HEAD_FORWARD_SHARE) * head
-        schedule = Schedule(self.pipeline, len(loads))
-        seconds = schedule.step_seconds_of_parts(forward, backward, self._hop_seconds())
-        return float(seconds) + self._collective_seconds()
-
-    def _hop_seconds(self) -> float:
-        """Returns the seconds of hidden states from one stage to another, on the slowest links between stages."""
-        costs = self.training.costs
+        # Hidden states from one stage to another, on the slowest links between stages.
         hidden = self.tokens_per_rank * costs.model.size.hidden_size * HALF_BYTES / costs.tensor_ranks
-        return self.cluster.alike_exchange(hidden)
-
-    def _collective_seconds(self) -> float:
-        """Returns the seconds of gathering all weights of a stage and of summing their gradients."""
-        costs = self.training.costs
-        layers = math.ceil(costs.model.size.layers / self.pipeline.num_stages)
-        return sum(
-            times * (self.training.gather_seconds(num_bytes) + self.training.reduce_seconds(num_bytes))
+        schedule, hop = Schedule(self.pipeline, len(loads)), self.cluster.alike_exchange(hidden)
+        # All weights of a stage are gathered, and their gradients summed.
+        layers = math.ceil(num_layers / self.pipeline.num_stages)
+        collectives = sum(
+            times * (training.gather_seconds(num_bytes) + training.reduce_seconds(num_bytes))
             for times, num_bytes in ((layers, costs.layer_weight_bytes), (1, costs.root_weight_bytes))
         )
+        return float(schedule.step_seconds_of_parts(forward, backward, hop)) + collectives
 
 
 def rooms_for_hops(stage: int, pipeline: Pipeline, micro_batches: int) -> int:

@@ -1,17 +1,14 @@
 """Ways: other ways to train, to compare distca_hf with. They share attention without a planner.
 
-Each is a function from the document lengths of a micro-batch to a `Load`. Two are only for benchmarks: `even` and
-`gathered`.
+Each is a function from the document lengths of a micro-batch to a `Load`.
 
 | function | what a rank holds | what it attends |
 |---|---|---|
 | plain_packing | a pack of whole documents; all packs have equal tokens | its documents |
 | sorted_packs | the same packs; equally heavy ones run at the same time | its documents |
 | whole_documents | whole documents, dealt longest first to the least loaded rank | its documents |
-| even | an even share of all work; nothing is sent: a lower bound, not a way to train | its tokens |
 | ulysses | a part of its group's documents, in order | all tokens of the group, with some of the heads |
 | ring | a zigzag part of every document of its group | keys of one rank after another, in a ring |
-| gathered | the same | keys of all ranks, gathered before |
 
 Groups are filled in order, and documents are cut at the borders of groups. Packs cut documents that are longer than a
 pack. Attention across cuts is left out, which favours these ways. A way with groups is simulated for each group size
@@ -156,24 +153,6 @@ def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> l
     return [document_tokens[np.array(held, dtype=np.int64)] for held in numbers]
 
 
-def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
-    """Returns the load of the same work, spread evenly without any transfer. Documents of each length are dealt evenly
-    to ranks; the remaining ones are divided in zigzag, as if every rank had all keys."""
-    lengths, counts = np.unique(document_tokens, return_counts=True)
-    cut = np.repeat(lengths, counts % num_ranks)
-    kinds: list[Attention] = []
-    for mask, layers in costs.model.masks:
-        whole = costs.attention(lengths, np.zeros(len(lengths)), mask).times((counts - counts % num_ranks) / num_ranks)
-        seconds = Passes(np.array([whole.forward.sum()]), np.array([whole.backward.sum()]))
-        for chunk in range(2 * num_ranks):
-            part = cut / (2 * num_ranks)
-            of_chunk = costs.attention(part, chunk * part, mask).times(1 / num_ranks)
-            seconds += Passes(np.array([of_chunk.forward.sum()]), np.array([of_chunk.backward.sum()]))
-        kinds.append(nothing_sent(seconds.times(np.ones(num_ranks)), layers))
-    tokens = np.full(num_ranks, int(ceil_div(document_tokens.sum(), num_ranks)))
-    return Load(tokens, kinds)
-
-
 def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
     """Returns the load of heads divided over groups of neighbours. Queries, keys and values are exchanged before
     attention, outputs after it."""
@@ -184,7 +163,7 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
     # A KV head goes to every rank that has one of its query heads.
     copies = max(1.0, group / costs.model.heads.key_value)
     sizes = [x * tokens for x in (query, key_value / 2 * copies, key_value / 2 * copies, output)]
-    seconds = np.sum([_exchange(cluster, size * (group - 1) / group, group) for size in sizes], axis=0)
+    seconds = np.sum([group_exchange(cluster, size * (group - 1) / group, group) for size in sizes], axis=0)
     all_bytes = np.sum(sizes, axis=0)
     copied = costs.copy_seconds(READ_AND_WRITTEN * all_bytes)
     attention = [
@@ -232,33 +211,6 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     return Load(tokens, attention, float(np.max(steps * key_value * tokens, initial=0.0)), left_out)
 
 
-def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int) -> Load:
-    """Returns the load of zigzag context parallelism that gathers keys and values before attention, and reduces their
-    gradients after it.
-
-    Args:
-        held: for each group, the lengths of its documents.
-    """
-    tokens = np.repeat(ceil_div(np.array([int(x.sum()) for x in held]), group), group)
-    _, key_value, _ = costs.token_bytes
-    rows = np.repeat([float(x.sum()) for x in held], group)
-    received = key_value * rows * (group - 1) / group
-    seconds = _exchange(cluster, received, group)
-    copied = costs.copy_seconds(READ_AND_WRITTEN * key_value * rows) * (group > 1)
-    attention = []
-    for mask, layers in costs.model.masks:
-        of_groups = []
-        for lengths in held:
-            part = lengths / (2 * group)
-            chunks = [costs.attention(part, chunk * part, mask) for chunk in range(2 * group)]
-            of_groups.append(
-                [sum(float(getattr(x, of).sum()) for x in chunks) / group for of in ("forward", "backward")]
-            )
-        seconds_of = Passes(*(np.repeat([x[of] for x in of_groups], group) for of in (0, 1)))
-        attention.append(waited_for(seconds_of, layers, seconds + copied, seconds))
-    return Load(tokens, attention, float(np.max(received, initial=0.0)))
-
-
 def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, Passes]:
     """Returns the seconds of a ring's first step, on own keys, and of each later one, on half of a rectangle."""
     chunk = lengths / (2 * group)
@@ -285,7 +237,7 @@ def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, b
     return steps * step + waits + beside * steps * np.minimum(sends, np.maximum(first, step))
 
 
-def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
+def group_exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
     """Returns the seconds of an exchange within groups of neighbours. If a group spans nodes, the share of bytes that
     goes between nodes is the share of its ranks on other nodes."""
     beyond = cluster.share_beyond(group)

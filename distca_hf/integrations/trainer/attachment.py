@@ -88,20 +88,19 @@ class Attachment:
 
     def set_while(self, method: str, **arguments: object) -> None:
         """Sets training arguments only while a method of the Trainer runs: other Trainers may share them."""
-        self.replace(self.trainer, method, partial(self._run, getattr(self.trainer, method), arguments))
+        trainer, inner = self.trainer, getattr(self.trainer, method)
 
-    def _run(
-        self, method: Callable[..., object], arguments: Mapping[str, object], *args: object, **kwargs: object
-    ) -> object:
-        """Runs a method with other arguments."""
-        earlier = {name: getattr(self.trainer.args, name) for name in arguments}
-        try:
-            for name, value in arguments.items():
-                setattr(self.trainer.args, name, value)
-            return method(*args, **kwargs)
-        finally:
-            for name, value in earlier.items():
-                setattr(self.trainer.args, name, value)
+        def run(*args: object, **kwargs: object) -> object:
+            earlier = {name: getattr(trainer.args, name) for name in arguments}
+            try:
+                for name, value in arguments.items():
+                    setattr(trainer.args, name, value)
+                return inner(*args, **kwargs)
+            finally:
+                for name, value in earlier.items():
+                    setattr(trainer.args, name, value)
+
+        self.replace(trainer, method, run)
 
     def add_callback(self, callback: TrainerCallback, *, first: bool) -> None:
         """Adds a callback before or after all others."""

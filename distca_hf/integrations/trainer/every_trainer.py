@@ -43,7 +43,12 @@ def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) ->
     @wraps(train)
     def attach_and_train(trainer: Trainer, *args: object, **kwargs: object) -> object:
         trained.add(type(trainer).__name__)
-        if _is_balanced(trainer):
+        callbacks = trainer.callback_handler.callbacks
+        if (  # the program balances this Trainer itself
+            any(isinstance(callback, DistCACallback) for callback in callbacks)
+            or Attachment.of(trainer) is not None
+            or watch_of(trainer.model) is not None
+        ):
             return train(trainer, *args, **kwargs)
         if _replaces(type(trainer), "_inner_training_loop"):
             _refuse(trainer, "_inner_training_loop")
@@ -68,13 +73,6 @@ def checking(init: Callable[..., None]) -> Callable[..., None]:
             trainer.train = partial(_refuse, trainer, "train")
 
     return init_and_check
-
-
-def _is_balanced(trainer: Trainer) -> bool:
-    """Returns whether the program balances this Trainer itself."""
-    callbacks = trainer.callback_handler.callbacks
-    has_callback = any(isinstance(callback, DistCACallback) for callback in callbacks)
-    return has_callback or Attachment.of(trainer) is not None or watch_of(trainer.model) is not None
 
 
 def _replaces(kind: type[Trainer], method: str) -> bool:
@@ -104,7 +102,8 @@ def _refuse(trainer: Trainer, method: str, *args: object, **kwargs: object) -> N
 
 @contextmanager
 def _attached(trainer: Trainer, train: Callable[..., Any], plugin: ParallelContext) -> Iterator[None]:
-    """Attaches a Trainer in a `with` block. There its `train` is Trainer's, because an override is already running."""
+    """Attaches a Trainer in a `with` block. There its `train` is Trainer's, because an override is already running. If
+    the Trainer was changed meanwhile, it stays attached, with a warning."""
     own = vars(trainer).get("train")
     trainer.train = MethodType(train, trainer)
     try:
@@ -112,17 +111,12 @@ def _attached(trainer: Trainer, train: Callable[..., Any], plugin: ParallelConte
         try:
             yield
         finally:
-            _detach(trainer)
+            try:
+                detach(trainer)
+            except ConfigError as error:
+                log.warning("%s stays attached after its training: %s", type(trainer).__name__, error)
     finally:
         if Attachment.of(trainer) is None:
             del trainer.train
             if own is not None:
                 trainer.train = own
-
-
-def _detach(trainer: Trainer) -> None:
-    """Detaches a Trainer that has trained. If it was changed meanwhile, it stays attached, with a warning."""
-    try:
-        detach(trainer)
-    except ConfigError as error:
-        log.warning("%s stays attached after its training: %s", type(trainer).__name__, error)

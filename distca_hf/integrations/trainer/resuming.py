@@ -140,17 +140,13 @@ class Resuming(TrainerCallback):
                 )
             if saved is not None and state.global_step:
                 self._loader.load_state_dict(saved)
-                self._step = state.global_step
-                self._resumed = self._rest(args)
+                self._step, accumulation = state.global_step, args.gradient_accumulation_steps
+                if isinstance(self._loader, StreamLoader):  # all of its steps are one epoch
+                    left, all_steps = max(0, args.max_steps - self._step) * accumulation, args.max_steps * accumulation
+                    self._resumed = ResumedEpoch(0, self._step, left, all_steps, accumulation)
+                else:
+                    self._resumed = self._loader.resumed_epoch(accumulation)
         return train(args=args, resume_from_checkpoint=resume_from_checkpoint, **others)
-
-    def _rest(self, args: TrainingArguments) -> ResumedEpoch:
-        """Counts what is left of the epoch; of a stream all steps are one epoch."""
-        accumulation = args.gradient_accumulation_steps
-        if not isinstance(self._loader, StreamLoader):
-            return self._loader.resumed_epoch(accumulation)
-        left = max(0, args.max_steps - self._step) * accumulation
-        return ResumedEpoch(0, self._step, left, args.max_steps * accumulation, accumulation)
 
     def _count(self, count: Method, args: TrainingArguments, dataloader: object) -> tuple[float, ...]:
         """Returns the epochs and steps of the whole training as Trainer counts them, corrected if it resumes."""
@@ -164,14 +160,11 @@ class Resuming(TrainerCallback):
                     "step %d: the stream goes on in pass %d, and training ends at step %d",
                     *(self._step, self._loader.pass_number, max_steps),
                 )
-                return epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps
-            log.info(
-                "step %d is epoch %.2f of the data; %d steps are left in this epoch, and training ends at step %d",
-                self._step,
-                self._resumed.epochs_after(0),
-                self._resumed.steps_left,
-                max_steps,
-            )
+            else:
+                log.info(
+                    "step %d is epoch %.2f of the data; %d steps are left in this epoch, and training ends at step %d",
+                    *(self._step, self._resumed.epochs_after(0), self._resumed.steps_left, max_steps),
+                )
         return epochs, steps_per_epoch, examples, samples, batch_size, micro_batches, max_steps
 
     def _restore(self, restore: Method, *args: object, **kwargs: object) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """Stages: a model divided into the parts of a pipeline, for schedules of `torch.distributed.pipelining`."""
 
-from distca_hf.pipelines.stages.checkpoint import save_parts
 from distca_hf.pipelines.stages.divided_model import DividedModel, ModelPart
-from distca_hf.pipelines.stages.resuming import load_training, save_training
+from distca_hf.pipelines.stages.saving import load_training, save_parts, save_training
 from distca_hf.pipelines.stages.step import StepInputs, StepLoss, check_schedule, parts_of_stage
 
 

@@ -9,26 +9,154 @@ read, so they need neither memory nor reads. `torch.distributed.pipelining` call
     schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch splits along the first dimension
         part(ids or hidden [1, T], position_ids [1, T], ..., plan [1, 1])     the number of a plan becomes the plan
             model(..., distca_plan=plan)                                      attention among ranks of this stage
+
+A model is divided as a stack: modules before its layers, a list of layers, modules after them. Transformers declares
+this for each class whose layers pass on hidden states and nothing else (`base_model_pp_plan`). The forward pass is
+then tried without weights. If all modules of the stack pass their input on, hidden states must come out as the very
+tensor that went in. A model that scales or adds something on the way would repeat it in each stage.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, Self, TypedDict, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distca_hf.errors import ConfigError, PlanError, and_more
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.forward_watch import enable
+from distca_hf.integrations.models.mixers import mixers_of
 from distca_hf.integrations.models.structure import IMPLEMENTATION
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.pipelines.pipeline import Pipeline
-from distca_hf.pipelines.stages.stack import LayerStack
 from distca_hf.runtime.live_plan import LivePlan, find_plan
 from distca_hf.torch_private import schedule_that_runs
+
+
+class PassThrough(nn.Module):
+    """Replaces a module that another stage runs, and returns its first argument."""
+
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """Returns the first argument."""
+        return hidden
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Names of the modules of a model, in the order in which hidden states pass them.
+
+    Attributes:
+        before: embeddings, and everything up to the first layer; the first stage runs them.
+        layers: the list of layers.
+        num_layers: its length.
+        after: the last norm and the head; the last stage runs them.
+    """
+
+    before: tuple[str, ...]
+    layers: str
+    num_layers: int
+    after: tuple[str, ...]
+
+    @classmethod
+    def of(cls, whole: PreTrainedModel) -> Self:
+        """Finds the stack of a model.
+
+        Args:
+            whole: the model with all layers, on the meta device. It is restored afterwards.
+
+        Raises:
+            ConfigError: it cannot be divided into stages; says why.
+        """
+        name, config = type(whole).__name__, whole.config
+        mixers = list(mixers_of(whole))
+        if mixers:
+            raise ConfigError(
+                f"{name}: {mixers[0]} carries a state from token to token, and stages run only attention layers; "
+                "train it without a pipeline"
+            )
+        stack = cls._written_down(whole)
+        inside = tuple(f"{module}." for module in (*stack.before, stack.layers, *stack.after))
+        outside = [weight for weight, _ in whole.named_parameters() if not weight.startswith(inside)]
+        if outside:
+            raise _no_plain_stack(name, f"{outside[0]} and {len(outside) - 1} more weights are outside of them")
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            raise ConfigError(
+                f"{name}: output_router_logits=True adds a loss of the routers of all layers, and no stage has them "
+                "all; set it to False"
+            )
+        # Runs the model without its modules and weights: it must return its input.
+        given = torch.empty((1, 2, config.get_text_config().hidden_size), device="meta", dtype=whole.dtype)
+        positions = torch.zeros((1, 2), device="meta", dtype=torch.int64)
+        removed = stack.keep(whole, range(0), is_first=False, is_last=False)
+        try:
+            with torch.no_grad():
+                got = whole(
+                    inputs_embeds=given, position_ids=positions, attention_mask=positions + 1, use_cache=False
+                ).logits
+        finally:
+            for module_name, module in removed.items():
+                whole.set_submodule(module_name, module)
+        if got is not given and (got._base is not given or got.shape != given.shape):
+            raise _no_plain_stack(
+                name,
+                f"its forward pass computes on hidden states outside of {', '.join((*stack.before, stack.layers))} "
+                f"and {', '.join(stack.after)}, as scaled embeddings or logits do",
+            )
+        return stack
+
+    @classmethod
+    def _written_down(cls, whole: PreTrainedModel) -> Self:
+        """Reads the stack from the configuration's class."""
+        name, prefix = type(whole).__name__, whole.base_model_prefix
+        config: PreTrainedConfig = whole.config
+        plan, head = getattr(config, "base_model_pp_plan", None), whole.get_output_embeddings()
+        if not plan or not hasattr(whole, prefix) or head is None:
+            raise _no_plain_stack(name, f"{type(config).__name__} has no base_model_pp_plan")
+        base = whole.base_model
+        lists = [at for at, module in enumerate(plan) if isinstance(getattr(base, module, None), nn.ModuleList)]
+        if len(lists) != 1:
+            raise _no_plain_stack(name, f"its base_model_pp_plan has {len(lists)} lists of layers")
+        names = [f"{prefix}.{module}" for module in plan]
+        (head_name,) = (found for found, module in whole.named_modules() if module is head)
+        layers = names[lists[0]]
+        return cls(
+            before=tuple(names[: lists[0]]),
+            layers=layers,
+            num_layers=len(whole.get_submodule(layers)),
+            after=(*names[lists[0] + 1 :], head_name),
+        )
+
+    def keep(self, model: nn.Module, layers: range, *, is_first: bool, is_last: bool) -> dict[str, nn.Module]:
+        """Replaces all modules that a stage does not run, in a model with all layers.
+
+        Args:
+            layers: numbers of the layers that stay.
+            is_first, is_last: whether the modules before the layers, and after them, stay.
+
+        Returns:
+            The modules that were replaced, by name.
+        """
+        gone = self.modules_of_others(layers, is_first=is_first, is_last=is_last)
+        removed = {name: model.get_submodule(name) for name in gone}
+        for name in gone:
+            model.set_submodule(name, PassThrough())
+        return removed
+
+    def modules_of_others(self, layers: range, *, is_first: bool, is_last: bool) -> Sequence[str]:
+        """Returns names of the modules that a stage does not run; arguments as in `keep`."""
+        gone = [f"{self.layers}.{number}" for number in range(self.num_layers) if number not in layers]
+        return [*gone, *([] if is_first else self.before), *([] if is_last else self.after)]
+
+
+def _no_plain_stack(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{name} cannot be divided into stages: {reason}. A stage runs embeddings, layers that pass hidden states on, "
+        "and a norm and a head, of a class whose configuration has a base_model_pp_plan; train it without a pipeline"
+    )
 
 
 class Examples(TypedDict):
@@ -93,42 +221,32 @@ class ModelPart(nn.Module):
             PlanError: it is not one micro-batch, or does not have the shape that stages exchange.
             ConfigError: the schedule would change gradients, or compute none.
         """
-        if self.checks_schedule:
-            self.checks_schedule = False
-            self._check_schedule()
-        output: torch.Tensor = super().__call__(*given, plan=self._plan(plan), **columns)
-        return output
-
-    def _check_schedule(self) -> None:
-        """Checks the schedule that runs this part."""
-        schedule = schedule_that_runs()
-        if schedule is None:
-            return
-        where = f"part {self.number}: {schedule.name}"
-        if schedule.scale_grads:
+        schedule, self.checks_schedule = schedule_that_runs() if self.checks_schedule else None, False
+        where = f"part {self.number}: {'' if schedule is None else schedule.name}"
+        if schedule is not None and schedule.scale_grads:
             raise ConfigError(
                 f"{where} was made with scale_grads=True, torch's default, and divides gradients by its "
                 "micro-batches; the loss was divided by the labels of all of them already. Make it with "
                 "scale_grads=False, on all stages"
             )
-        if not schedule.has_loss:
+        if schedule is not None and not schedule.has_loss:
             raise ConfigError(
                 f"{where} was made without loss_fn, so that it runs no backward pass on this stage: give it a loss on "
                 "all stages; only the last one calls it"
             )
-
-    def _plan(self, number: torch.Tensor) -> LivePlan:
-        if number.numel() != 1:
+        if plan.numel() != 1:
             raise PlanError(
-                f"part {self.number}: torch gave {number.numel()} micro-batches at once: schedule.step got another "
+                f"part {self.number}: torch gave {plan.numel()} micro-batches at once: schedule.step got another "
                 "number of them than the schedule was made for (n_microbatches)"
             )
-        if number.device.type != "cpu":
+        if plan.device.type != "cpu":
             raise PlanError(
-                f"part {self.number}: the number of a plan came on {number.device}, and reading it would wait for the "
+                f"part {self.number}: the number of a plan came on {plan.device}, and reading it would wait for the "
                 "GPU; wrap parts in DistributedDataParallel without device_ids"
             )
-        return find_plan(int(number)).of_part(self.chunk)
+        live = find_plan(int(plan)).of_part(self.chunk)
+        output: torch.Tensor = super().__call__(*given, plan=live, **columns)
+        return output
 
     def forward(
         self, given: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor, plan: LivePlan
@@ -240,7 +358,18 @@ class DividedModel:
         Raises:
             ConfigError: the checkpoint lacks weights, or has them in other shapes.
         """
-        model, seen = self._class_of_part(number).from_pretrained(
+        whole, stack, layers = type(self.outline), self.stack, self._layers_of(number)
+        ends = {"is_first": number == 0, "is_last": number == self.pipeline.num_parts - 1}
+
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            whole.__init__(self, *args, **kwargs)
+            stack.keep(self, layers, **ends)
+
+        # Leaves other parts out when it is initialised, without memory; `from_pretrained` reads weights afterwards.
+        others = [rf"^{re.escape(name)}\." for name in stack.modules_of_others(layers, **ends)]
+        added = {"__init__": init, "__module__": whole.__module__, "_keys_to_ignore_on_load_unexpected": others}
+        part_class: Any = type(whole.__name__, (whole,), added)
+        model, seen = part_class.from_pretrained(
             self.checkpoint,
             attn_implementation=IMPLEMENTATION,
             dtype=self.dtype,
@@ -260,24 +389,3 @@ class DividedModel:
         layers_of_parts = self.pipeline.layers_of_parts(self.stack.num_layers)
         begin = sum(layers_of_parts[:number])
         return range(begin, begin + layers_of_parts[number])
-
-    def _class_of_part(self, number: int) -> type[PreTrainedModel]:
-        """Returns a subclass of the model's class that leaves other parts out when initialised. `from_pretrained`
-        initialises it without memory, and reads weights afterwards."""
-        whole, stack, layers = type(self.outline), self.stack, self._layers_of(number)
-        ends = {"is_first": number == 0, "is_last": number == self.pipeline.num_parts - 1}
-
-        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            whole.__init__(self, *args, **kwargs)
-            stack.keep(self, layers, **ends)
-
-        others = stack.modules_of_others(layers, **ends)
-        return type(
-            whole.__name__,
-            (whole,),
-            {
-                "__init__": init,
-                "__module__": whole.__module__,
-                "_keys_to_ignore_on_load_unexpected": [rf"^{re.escape(name)}\." for name in others],
-            },
-        )

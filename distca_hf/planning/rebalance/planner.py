@@ -283,7 +283,9 @@ def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tol
     for strategy in strategies:
         tried = candidates.move(strategy, tolerance)
         best, steps = _better(best, tried), steps + tried.steps
-        if _suffices(best, good_enough) or steps > most_steps:
+        if steps > most_steps or len(best.stacks) > MANY_DOCUMENTS:
+            break
+        if best.overload == 0 and best.moved.largest_rank <= good_enough * best.busy_bytes:
             break
     else:  # again, with prices that follow from the bytes of the best
         best = _better(best, candidates.move_again(best, tolerance))
@@ -301,13 +303,6 @@ def _better(one: Candidate, other: Candidate) -> Candidate:
     if one.overload != other.overload:
         return min(one, other, key=lambda candidate: candidate.overload)
     return min(one, other, key=lambda candidate: (candidate.moved.largest_rank, int(candidate.moved.sent.sum())))
-
-
-def _suffices(candidate: Candidate, good_enough: float) -> bool:
-    """Returns whether further candidates would gain next to nothing, or take too long."""
-    if len(candidate.stacks) > MANY_DOCUMENTS:
-        return True
-    return candidate.overload == 0 and candidate.moved.largest_rank <= good_enough * candidate.busy_bytes
 
 
 def _within(candidates: Candidates, bytes_limit: int, least: Candidate, tolerance: float) -> Candidate:

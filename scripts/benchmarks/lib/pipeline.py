@@ -337,7 +337,7 @@ def first_step(options: argparse.Namespace, data_ranks: int) -> Dataset:
     sample = random.permutation(read_lengths(options.lengths).tokens)
     enough = SAMPLE_STEPS * options.micro_batches * request.capacity_tokens
     packed = pack_epoch(sample[: np.searchsorted(np.cumsum(sample), enough) + 1], request, options.seed)
-    lengths = np.concatenate(packed.first_step(options.micro_batches).micro_batches).tolist()
+    lengths = np.concatenate(packed.first_step(options.micro_batches)).tolist()
     ids = [random.randint(0, options.vocabulary, tokens, dtype=np.int32) for tokens in lengths]
     return Dataset.from_dict({"input_ids": ids})
 

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 import distca_hf
-from distca_hf.analysis.epoch import OptimizerStep, Origin, pack_epoch
+from distca_hf.analysis.epoch import Origin, PackedEpoch, pack_epoch
 from distca_hf.analysis.find_model import read_model_config
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
@@ -113,18 +113,18 @@ def check_same_step(
     lengths: list[int], request: PlanRequest, heads: tuple[int, int], seed: int
 ) -> tuple[list[Plan], PlacedLoader]:
     """Plans of the command and of the loader are equal, and so are their figures."""
-    step = pack_epoch(np.array(lengths), request, seed).first_step(request.micro_steps)
-    plans = plan_micro_steps(request, step.micro_batches)
+    packed = pack_epoch(np.array(lengths), request, seed)
+    plans = plan_micro_steps(request, packed.first_step(request.micro_steps))
     loader = loader_of(lengths, request, heads, seed)
     lives: list[LivePlan] = [batch["distca_plan"] for batch in islice(loader, request.micro_steps)]
 
-    assert step.origin == Origin(seed, 0, len(loader))
+    assert packed.origin == Origin(seed, 0, len(loader))
     for number, (plan, live) in enumerate(zip(plans, lives, strict=True)):
         documents = [len(document.input_ids) for document in loader.documents(0, number)]
         assert plan.layout.document_tokens.tolist() == documents
         assert plan.fingerprint == live.fingerprint
         assert tuple(plan.work.tolist()) == live.facts.work
-    figures = make_report(request, step).figures
+    figures = make_report(request, packed).figures
     assert figures.bytes_total == sum(bytes_of(live.facts, request.model) for live in lives)
     return plans, loader
 
@@ -276,7 +276,7 @@ def test_fixed_layouts_are_planned_as_packs_are(heads: tuple[int, int], number_t
 
         live = run_ranks(ranks, plan)[0]
         [planned] = plan_micro_steps(request, [np.concatenate(lengths)])
-        figures = make_report(request, OptimizerStep([np.concatenate(lengths)])).figures
+        figures = make_report(request, PackedEpoch.of_batches([np.concatenate(lengths)])).figures
 
         assert planned.fingerprint == live.fingerprint
         assert tuple(planned.work.tolist()) == live.facts.work

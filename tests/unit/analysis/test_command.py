@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from distca_hf.analysis import answer as estimates
 from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import find_candidate
-from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_epoch
+from distca_hf.analysis.epoch import PackedEpoch, divide_batch, pack_epoch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import Figures, PlannedMicroBatch, figures_of, make_report
 from distca_hf.analysis.models import PRESETS, preset
@@ -153,15 +153,15 @@ def test_micro_steps_are_planned_together(some: Path) -> None:
 def test_long_documents_of_an_optimizer_step_train_together() -> None:
     """Four micro-steps, each with a document of one and a half ranks, which has to be cut; grouped, they need not."""
     batches = [np.array([1500, *[50] * 50]) for _ in range(4)]
-    together = make_report(world(4, 1000, 4), OptimizerStep(batches)).figures
-    alone = [make_report(world(4, 1000, 1), OptimizerStep([batch])).figures for batch in batches]
+    together = make_report(world(4, 1000, 4), PackedEpoch.of_batches(batches)).figures
+    alone = [make_report(world(4, 1000, 1), PackedEpoch.of_batches([batch])).figures for batch in batches]
     assert together.bytes_total < sum(one.bytes_total for one in alone)
     assert together.imbalance < 1.01
 
 
 def test_a_step_that_cannot_be_regrouped_stays_as_it_came() -> None:
     batches = [np.array([50, 25, 25]), np.array([40, 30, 30])]  # 50 + 40 leaves no way to fill up with the others
-    report = make_report(world(1, 100, 2), OptimizerStep(batches))
+    report = make_report(world(1, 100, 2), PackedEpoch.of_batches(batches))
     assert report.tokens == 200
 
 
@@ -303,31 +303,31 @@ def test_terminals_that_know_no_blocks_get_bars_too(some: Path) -> None:
 
 def test_documents_are_drawn_once_and_whole() -> None:
     lengths = np.arange(1, 400)
-    step = pack_epoch(lengths, world(4, 2000, 6), seed=3).first_step(6)
-    drawn = np.concatenate(step.micro_batches)
+    packed = pack_epoch(lengths, world(4, 2000, 6), seed=3)
+    drawn = np.concatenate(packed.first_step(6))
     assert len(set(drawn.tolist())) == len(drawn)
     assert set(drawn.tolist()) <= set(lengths.tolist())
     # An epoch of 79,800 tokens has ten micro-batches of up to 8,000; all get nearly equal tokens.
-    assert step.origin is not None
-    assert step.origin.epoch_micro_batches == 10
-    assert all(7980 - 20 <= batch.sum() <= 8000 for batch in step.micro_batches)
+    assert packed.origin is not None
+    assert packed.origin.epoch_micro_batches == 10
+    assert all(7980 - 20 <= batch.sum() <= 8000 for batch in packed.first_step(6))
 
 
 def test_documents_that_do_not_fit_together_are_drawn_apart() -> None:
-    batches = pack_epoch(np.array([60, 60, 60]), world(1, 100, 3), seed=0).first_step(3).micro_batches
+    batches = pack_epoch(np.array([60, 60, 60]), world(1, 100, 3), seed=0).first_step(3)
     assert [batch.tolist() for batch in batches] == [[60], [60], [60]]
 
 
 def test_a_batch_is_divided_into_micro_steps_in_order() -> None:
-    step = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2))
-    assert [batch.tolist() for batch in step.micro_batches] == [[10, 30, 5, 15], [20, 20]]
-    assert step.origin is None
+    packed = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2))
+    assert [batch.tolist() for batch in packed.first_step(2)] == [[10, 30, 5, 15], [20, 20]]
+    assert packed.origin is None
 
 
 def test_no_micro_step_of_a_batch_holds_more_than_the_ranks() -> None:
     """In order the first micro-step would have [60, 60]."""
-    step = divide_batch(np.array([60, 60, 40, 40]), world(1, 100, 2))
-    assert [sorted(batch.tolist()) for batch in step.micro_batches] == [[40, 60], [40, 60]]
+    step = divide_batch(np.array([60, 60, 40, 40]), world(1, 100, 2)).first_step(2)
+    assert [sorted(batch.tolist()) for batch in step] == [[40, 60], [40, 60]]
     with pytest.raises(PackingError, match="do not fit into 2 micro-steps"):
         divide_batch(np.array([60, 60, 60]), world(1, 100, 2))
 
@@ -336,10 +336,10 @@ def test_no_micro_step_of_a_batch_holds_more_than_the_ranks() -> None:
 def test_overlong_documents_are_cut_if_asked(overlong: str, kept: list[int]) -> None:
     lengths = np.array([120, 10])
     for step in (
-        divide_batch(lengths, world(2, 20, 4, overlong=overlong)),
+        divide_batch(lengths, world(2, 20, 4, overlong=overlong)).first_step(4),
         pack_epoch(lengths, world(2, 20, len(kept), overlong=overlong), seed=0).first_step(len(kept)),
     ):
-        assert sorted(np.concatenate(step.micro_batches).tolist()) == sorted(kept)
+        assert sorted(np.concatenate(step).tolist()) == sorted(kept)
 
 
 def test_presets_are_what_their_configs_say() -> None:
@@ -380,7 +380,10 @@ def test_micro_steps_that_divide_heads_weigh_no_more_than_others() -> None:
     batches = [np.array([100, *[1] * 100]), np.array([50, 50, 50, 50])]
     plans = plan_micro_steps(request, batches)
     assert [plan.tasks.head_groups for plan in plans] == [8, 1]
-    assert make_report(request, OptimizerStep(batches)).work.tolist() == (plans[0].work + 8 * plans[1].work).tolist()
+    assert (
+        make_report(request, PackedEpoch.of_batches(batches)).work.tolist()
+        == (plans[0].work + 8 * plans[1].work).tolist()
+    )
 
 
 @pytest.mark.parametrize("layout", ["placed", "fixed"])
@@ -396,7 +399,7 @@ def test_a_batch_may_leave_micro_steps_empty(layout: str, tmp_path: Path) -> Non
 def test_a_report_counts_all_of_its_micro_steps() -> None:
     request = world(2, 100, 2, layout="fixed")
     batches = [np.array([100, *[1] * 100]), np.array([50, 50, 50, 50])]
-    report = make_report(request, OptimizerStep(batches))
+    report = make_report(request, PackedEpoch.of_batches(batches))
     heavy, light = causal_pairs(0, 100), 2 * causal_pairs(0, 50)
     assert report.imbalance_before == pytest.approx(2 * (heavy + light) / (heavy + 100 + 2 * light))
     assert [len(one.document_tokens) for one in report.micro_batches] == [101, 4]

@@ -55,11 +55,11 @@ def test_an_epoch_has_the_imbalance_that_training_logs(micro_steps: int, monkeyp
     )
     facts = [batch["distca_plan"].facts for batch in trained]
 
-    assert len(plans.in_order.tokens) == len(facts) > 20
+    assert len(plans.tokens) == len(facts) > 20
     planned = [facts[number].imbalance for number in plans.planned]
     assert plans.imbalance == pytest.approx(planned)
     if micro_steps == 1:
-        assert plans.in_order.imbalance == pytest.approx([fact.imbalance_before for fact in facts])
+        assert plans.imbalance_before == pytest.approx([fact.imbalance_before for fact in facts])
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,11 +73,11 @@ def test_all_micro_batches_at_once_are_filled_as_one_by_one(
 ) -> None:
     document_tokens = np.array(lengths)
     epoch = EpochPacker(document_tokens, num_ranks * tokens_per_rank, seed=1).epoch(0)
-    in_order = pack_in_order(document_tokens, epoch, num_ranks)
+    tokens, work = pack_in_order(document_tokens, epoch, num_ranks)
     for number in range(epoch.num_micro_batches):
         layout = fill_in_order(document_tokens[epoch.micro_batch(number)], num_ranks)
-        assert in_order.work[number].tolist() == layout.rank_work.tolist()
-        assert in_order.tokens[number] == layout.rank_tokens.sum()
+        assert work[number].tolist() == layout.rank_work.tolist()
+        assert tokens[number] == layout.rank_tokens.sum()
 
 
 def test_sums_over_an_epoch_may_wrap_around() -> None:
@@ -85,7 +85,7 @@ def test_sums_over_an_epoch_may_wrap_around() -> None:
     longest = 2**31 - 1
     document_tokens = np.array([longest] * 5)
     epoch = EpochPacker(document_tokens, longest).epoch(0)
-    work = pack_in_order(document_tokens, epoch, 2).work
+    _, work = pack_in_order(document_tokens, epoch, 2)
     assert work.tolist() == [fill_in_order(document_tokens[:1], 2).rank_work.tolist()] * 5
 
 
@@ -113,7 +113,7 @@ def choices(lengths: list[int], **more: Any) -> dict[int, Choice]:
     packed = pack_epoch(np.array(lengths), request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
     assumptions = Assumptions(liger=True, gpu_gib=140.0)
-    answer = make_answer(make_report(request, packed.first_step(1)), plans, packed, np.array(lengths), assumptions)
+    answer = make_answer(make_report(request, packed), plans, packed, np.array(lengths), assumptions)
     return {choice.tokens_per_rank: choice for choice in answer.choices}
 
 

@@ -33,7 +33,7 @@ def full(*tasks: tuple[int, int, int], layers: int = LAYERS) -> LayersTrace:
 
 
 def attention(trace: RankTrace, predictor: Predictor | None = None) -> float | None:
-    (seconds,) = (predictor or Predictor()).predict({0: trace}, 1).attention
+    (seconds,) = (predictor or Predictor()).predict({0: trace}, 1).predicted_attention
     return seconds
 
 
@@ -111,7 +111,7 @@ def test_rest_is_that_of_measured_layers_and_the_head() -> None:
     head = H200.rates.head_seconds * 128.256 * tokens
 
     def rest(model: ModelSizes) -> float:
-        (seconds,) = Predictor().predict({0: trace_of(full(), tokens=tokens, model=model)}, 1).rest
+        (seconds,) = Predictor().predict({0: trace_of(full(), tokens=tokens, model=model)}, 1).predicted_rest
         assert seconds is not None
         return seconds
 
@@ -150,8 +150,8 @@ def test_gpu_without_a_profile_has_an_estimate_that_says_so() -> None:
 
     assert found.rates == "H200"
     assert found.source == ("the rates of an H200, an estimate: no profile was measured on NVIDIA A100-SXM4-80GB")
-    assert found.attention == [pytest.approx(trace.work[0] * 3.5e-11)]
-    assert Predictor().predict({0: replace(trace, costs=None, device="cpu")}, 1).attention == ()
+    assert found.predicted_attention == [pytest.approx(trace.work[0] * 3.5e-11)]
+    assert Predictor().predict({0: replace(trace, costs=None, device="cpu")}, 1).predicted_attention == ()
 
 
 def report(folder: Path, *options: str) -> Any:

@@ -101,8 +101,8 @@ def test_run_has_all_ranks_of_every_step(tmp_path: Path) -> None:
     assert step["seconds"]["attention"][2] == pytest.approx(attention, rel=1e-4)
     predicted = Predictor().predict({2: trace}, 4)
     assert step["seconds"]["rates"] == predicted.rates == "h200"
-    assert step["seconds"]["predicted_attention"][2] == pytest.approx(predicted.attention[2], rel=1e-4)
-    assert step["seconds"]["predicted_rest"][2] == pytest.approx(predicted.rest[2], rel=1e-4)
+    assert step["seconds"]["predicted_attention"][2] == pytest.approx(predicted.predicted_attention[2], rel=1e-4)
+    assert step["seconds"]["predicted_rest"][2] == pytest.approx(predicted.predicted_rest[2], rel=1e-4)
     parts = [sum(step["seconds"][name][2] for name in ("attention", "waiting", "exchange", "rest"))]
     assert parts == [pytest.approx(trace.pass_seconds, rel=1e-3)]
     assert [(call["part"], len(call["ranks"])) for call in step["calls"]] == [("forward", 4)] * 3 + [

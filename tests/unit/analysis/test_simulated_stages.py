@@ -16,11 +16,12 @@ from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.simulate.step import GATHERED_BYTES, StagedTraining, StageMemory, Training
+from distca_hf.analysis.simulate.step import GATHERED_BYTES, StagedTraining, StageMemory
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.pipelines.pipeline import Pipeline
+from lib.planning.predicted import ReplicatedTraining
 
 
 PROFILE = find_profile("h100")
@@ -33,7 +34,7 @@ def staged(pipeline: Pipeline, has_head: bool) -> StagedTraining:
     """Stages of one rank each, with tokens for which hops take 1 % of a pass or less."""
     notes = Notes()
     costs = Costs(PROFILE, MODEL, False, notes)
-    one = Training(costs, Cluster(PROFILE, 1, 1, notes), has_head=has_head, gathers_layers=False)
+    one = ReplicatedTraining(costs, Cluster(PROFILE, 1, 1, notes), has_head=has_head, gathers_layers=False)
     return StagedTraining(one, pipeline, Cluster(PROFILE, pipeline.num_stages, pipeline.num_stages, notes), 16_384)
 
 
@@ -199,5 +200,5 @@ def test_steps_are_those_that_a_training_in_stages_packs() -> None:
     packed = pack_epoch(lengths, PlanRequest(4, 8192, 8, 8, preset("llama3-8b"), pipeline=Pipeline(4)), seed=0)
     step, *_ = request_of(pipeline=Pipeline(4)).steps(lengths)
 
-    assert [batch.tolist() for batch in step] == [batch.tolist() for batch in packed.first_step(8).micro_batches]
+    assert [batch.tolist() for batch in step] == [batch.tolist() for batch in packed.first_step(8)]
     assert all(len(batch) for batch in step)

@@ -30,6 +30,7 @@ from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
+from lib.planning import bench_ways
 from lib.planning.planners import whole_documents
 from lib.planning.published_setting import published
 
@@ -397,13 +398,13 @@ LENGTHS = st.lists(st.integers(16, 40_000), min_size=4, max_size=20).map(np.arra
 def test_no_way_is_faster_than_an_even_one(lengths: IntArray, ranks: int) -> None:
     """But for rates, which differ a little between shapes of tasks."""
     training = training_of(ranks)
-    least = training.micro_batch_seconds(ways.even(training.costs, lengths, ranks))
+    least = training.micro_batch_seconds(bench_ways.even(training.costs, lengths, ranks))
     layout = place(lengths, ranks, head_groups=8)
     loads = [
         ways.whole_documents(training.costs, lengths, ranks),
         ways.ulysses(training.costs, training.cluster, lengths, ranks),
         ways.ring(training.costs, training.cluster, lengths, ranks),
-        ways.gathered(training.costs, training.cluster, [lengths], ranks),
+        bench_ways.gathered(training.costs, training.cluster, [lengths], ranks),
         published(training.costs, training.cluster, lengths, 0.0),
         ours(training.costs, training.cluster, plan_in_place(layout, 8), 1, False),
         ours(training.costs, training.cluster, plan_by_moving(fill_in_order(lengths, ranks), 8), 1, False),
@@ -421,7 +422,7 @@ def test_on_one_rank_all_ways_are_one(lengths: IntArray) -> None:
     plain = training.micro_batch_seconds(ways.plain_packing(training.costs, lengths, 1))
 
     for load in (
-        ways.even(training.costs, lengths, 1),
+        bench_ways.even(training.costs, lengths, 1),
         ways.whole_documents(training.costs, lengths, 1),
         ours(training.costs, training.cluster, plan_in_place(place(lengths, 1), 8), 1, False),
     ):
@@ -437,7 +438,7 @@ def test_slow_links_cost_ulysses_more_than_ours() -> None:
         for name, load in (
             ("ulysses", ways.ulysses(training.costs, training.cluster, lengths, 4)),
             ("ours", ours(training.costs, training.cluster, plan, 4, False)),
-            ("even", ways.even(training.costs, lengths, 4)),
+            ("even", bench_ways.even(training.costs, lengths, 4)),
         ):
             seconds[name, per_node] = training.micro_batch_seconds(load)
 

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.check.run_check import Job, check
+from distca_hf.analysis.decoder_size import StateSize, state_size_of
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import PlannedMicroBatch, figures_of
+from distca_hf.analysis.memory import TrainingSetup
 from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.profiles.curves import Notes
@@ -22,7 +24,6 @@ from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import ours
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.wires import Cluster
-from distca_hf.analysis.states import StateSize, state_size_of
 from distca_hf.cli import app
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.flops import find_gpu
@@ -76,12 +77,12 @@ def test_as_many_numbers_are_sent(model_type: str, by_heads: bool, monkeypatch: 
 
 @states_travel
 def test_sizes_that_a_mixer_has_under_other_names_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, job = wide_model("bamba", "distca"), Job(find_gpu("h200"), 8, 4096)
+    model, job = wide_model("bamba", "distca"), Job(find_gpu("h200"), 4096, TrainingSetup(8))
     del model.model.layers[2].mamba.ssm_state_size
     assert state_size_of(model) is None
 
     known = check(find_candidate("qwen3_next"), job)
-    monkeypatch.setattr("distca_hf.analysis.states.SUMMARIES", {})
+    monkeypatch.setattr("distca_hf.analysis.decoder_size.SUMMARIES", {})
     unknown = check(find_candidate("qwen3_next"), job)
     assert [words for words in unknown.verdict.notes if words not in known.verdict.notes] == [
         "the size of states that travel between ranks is not known, and left out of the memory"
@@ -142,7 +143,8 @@ def test_check_counts_the_states_of_a_document_on_all_ranks(monkeypatch: pytest.
     """On 8 ranks the last one receives 7 summaries of 4 MiB, or as many bytes as folding by heads takes."""
 
     def kept(num_ranks: int) -> int:
-        return check(find_candidate("qwen3_next"), Job(find_gpu("h200"), num_ranks, 4096)).memory["fsdp2"].kept
+        job = Job(find_gpu("h200"), 4096, TrainingSetup(num_ranks))
+        return check(find_candidate("qwen3_next"), job).memory["fsdp2"].kept
 
     size = find_model("qwen3_next").state_size
     assert size is not None

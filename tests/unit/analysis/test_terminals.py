@@ -129,7 +129,7 @@ def test_a_picture_says_what_it_shows(lengths: Path) -> None:
     tokens = read_lengths(lengths).tokens
     packed = pack_epoch(tokens, request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
-    step = make_report(request, packed.first_step(1))
+    step = make_report(request, packed)
     answer = make_answer(step, plans, packed, tokens, Assumptions())
     figure = figure_of(answer)
     title = figure.get_suptitle()

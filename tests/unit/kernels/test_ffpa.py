@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.ffpa import FfpaKernel
+from distca_hf.kernels.flash4 import FfpaKernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Room, Saved, Spans, before_queries
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel, chosen_kernel

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.kernels import triton_launch
-from distca_hf.kernels.triton_launch import ALIGNMENT, Launch
+from distca_hf.kernels import launches
+from distca_hf.kernels.launches import ALIGNMENT, TritonLaunch
 
 
 DEVICE = torch.device("cuda", 3)
@@ -40,7 +40,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(triton_launch, "current_stream", lambda device: f"stream of device {device}")
+    monkeypatch.setattr(launches, "current_stream", lambda device: f"stream of device {device}")
     return Kernel()
 
 
@@ -52,7 +52,7 @@ def aligned(*shape: int) -> torch.Tensor:
 
 
 def test_kernel_is_compiled_once(kernel: Kernel) -> None:
-    copy, x, y = Launch(kernel, (8, 16), DEVICE), aligned(4, 8), aligned(2, 8)
+    copy, x, y = TritonLaunch(kernel, (8, 16), DEVICE), aligned(4, 8), aligned(2, 8)
     copy(3, 1, x, y)
     copy(5, 2, y, x)
 
@@ -65,7 +65,7 @@ def test_kernel_is_compiled_once(kernel: Kernel) -> None:
 
 
 def test_index_and_numbers_stand_between_tensors_and_constants(kernel: Kernel) -> None:
-    merge, x, index = Launch(kernel, (8,), DEVICE), aligned(4, 8), torch.arange(3)
+    merge, x, index = TritonLaunch(kernel, (8,), DEVICE), aligned(4, 8), torch.arange(3)
     merge(1, 1, x, index=(index,), numbers=(5,))
     merge(1, 1, x, index=(index[1:],), numbers=(7,))
 
@@ -77,7 +77,7 @@ def test_index_and_numbers_stand_between_tensors_and_constants(kernel: Kernel) -
 
 def test_prepared_launches_keep_all_but_their_tensors(kernel: Kernel) -> None:
     x, y, index = aligned(4, 8), aligned(2, 8), torch.arange(3)
-    merge = Launch(kernel, (8,), DEVICE).prepared(3, 2, (index,), (5,))
+    merge = TritonLaunch(kernel, (8,), DEVICE).prepared(3, 2, (index,), (5,))
     for given in (x, y, y[:, 1:]):
         merge(given)
 
@@ -88,7 +88,7 @@ def test_prepared_launches_keep_all_but_their_tensors(kernel: Kernel) -> None:
 
 
 def test_other_addresses_are_left_to_triton(kernel: Kernel) -> None:
-    copy, x = Launch(kernel, (8,), DEVICE), aligned(4, 8)
+    copy, x = TritonLaunch(kernel, (8,), DEVICE), aligned(4, 8)
     copy(1, 1, x, x)
     copy(1, 1, x, x[:, 1:])
     copy(1, 1, x, x)
@@ -99,7 +99,7 @@ def test_other_addresses_are_left_to_triton(kernel: Kernel) -> None:
 
 def test_first_address_may_be_any(kernel: Kernel) -> None:
     """What Triton compiles for it is good for such addresses alone, and is not kept."""
-    copy, x = Launch(kernel, (), DEVICE), aligned(4, 8)
+    copy, x = TritonLaunch(kernel, (), DEVICE), aligned(4, 8)
     for given in (x[:, 1:], x, x):
         copy(1, 1, given)
 
@@ -109,7 +109,7 @@ def test_first_address_may_be_any(kernel: Kernel) -> None:
 
 def test_another_triton_launches_itself(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Compiled, "packed_metadata")
-    copy, x = Launch(kernel, (8,), DEVICE), aligned(4, 8)
+    copy, x = TritonLaunch(kernel, (8,), DEVICE), aligned(4, 8)
     for _ in range(3):
         copy(1, 1, x, x)
 

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as of_torch
 import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.pipelines.pipeline import Pipeline
-from distca_hf.pipelines.schedules import Operation, Queues, Schedule, Seconds
+from distca_hf.pipelines.schedules import Operation, Queues, Schedule, Seconds, held_micro_batches
 
 
 class Recorder:
@@ -197,7 +197,8 @@ def test_equal_micro_batches_in_1f1b_take_what_the_formula_says(num_stages: int,
     forward = np.full(micro_batches, float(num_stages))  # one second in each stage
     schedule = Schedule(Pipeline(num_stages), micro_batches)
     assert schedule.step_seconds(forward, 2 * forward) == pytest.approx(3 * (micro_batches + num_stages - 1))
-    assert schedule.held_micro_batches == num_stages
+    held = (held_micro_batches(schedule.pipeline, stage, micro_batches) for stage in range(num_stages))
+    assert max(held) == num_stages
 
 
 def test_chunks_divide_the_time_of_filling_and_draining() -> None:
@@ -236,7 +237,8 @@ def test_parts_may_have_unequally_many_layers() -> None:
     assert pipeline.layers_of_parts(10) == [3, 3, 2, 2]
     forward, schedule = np.full(64, 10.0), Schedule(pipeline, 64)
     even = schedule.step_seconds(forward, forward)
-    uneven = schedule.step_seconds(forward, forward, part_layers=pipeline.layers_of_parts(10))
+    of_parts = forward * np.array(pipeline.layers_of_parts(10))[:, np.newaxis] / 10
+    uneven = schedule.step_seconds_of_parts(of_parts, of_parts)
     assert uneven / even == pytest.approx(3 / 2.5, rel=0.05)  # all wait for a stage of three layers
 
 

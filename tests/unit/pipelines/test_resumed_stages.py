@@ -296,7 +296,7 @@ def test_folder_that_ranks_do_not_share_is_refused(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another machine wrote, and nothing is here."""
-    monkeypatch.setattr("distca_hf.pipelines.stages.resuming.save", lambda *args, **kwargs: None)
+    monkeypatch.setattr("distca_hf.pipelines.stages.saving.save", lambda *args, **kwargs: None)
 
     with pytest.raises(
         ConfigError, match=r"^1 of 1 ranks cannot see .*, first rank 0; give a folder that all ranks sh"

@@ -11,8 +11,7 @@ from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import ServerLostError
 from distca_hf.servers import memberships
-from distca_hf.servers.memberships import MembershipTransport
-from distca_hf.servers.row_groups import in_time
+from distca_hf.servers.memberships import MembershipTransport, in_time
 
 
 class Work:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.epoch import OptimizerStep, pack_epoch
+from distca_hf.analysis.epoch import PackedEpoch, pack_epoch
 from distca_hf.analysis.first_step import largest_rank_bytes, make_report
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
@@ -124,11 +124,13 @@ def print_grouped_steps(ranks: list[int], seeds: int) -> None:
             for seed in range(seeds):
                 lengths = batch(mix, num_ranks, EPOCH_MICRO_BATCHES * 128 * K, 128 * K, seed)
                 request = PlanRequest(num_ranks, 128 * K, RANKS_PER_NODE, 4, preset("llama3-8b"))
-                step = pack_epoch(lengths, request, seed).first_step(request.micro_steps)
-                alone = replace(request, micro_steps=1)
-                reports = [make_report(alone, OptimizerStep([documents])) for documents in step.micro_batches]
+                packed, alone = pack_epoch(lengths, request, seed), replace(request, micro_steps=1)
+                reports = [
+                    make_report(alone, PackedEpoch.of_batches([documents]))
+                    for documents in packed.first_step(request.micro_steps)
+                ]
                 one_by_one.append(sum(report.figures.bytes_total for report in reports))
-                figures = make_report(request, step).figures
+                figures = make_report(request, packed).figures
                 grouped.append(figures.bytes_total)
                 worst = max(worst, figures.imbalance)
             means = (gigabytes(statistics.mean(one_by_one)), gigabytes(statistics.mean(grouped)))

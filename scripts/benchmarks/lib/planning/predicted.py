@@ -32,6 +32,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from lib.documents import parse_documents
 from lib.model import PRESETS
+from lib.planning.bench_ways import even, gathered
 
 
 LAYERS, SLOW_CHUNKS = 4, 4
@@ -157,9 +158,31 @@ class Setting:
 
 @dataclass(frozen=True)
 class ReplicatedTraining(Training):
-    """Training whose weights are gathered inside of a replica, and whose gradients are summed over all of them."""
+    """Training whose weights are gathered inside of a replica, and whose gradients are summed over all of them.
+
+    Attributes:
+        has_head: whether head, loss and optimizer are there.
+        reduce_bytes: of a number in sums of gradients over ranks.
+        root_share: part of the weights outside of layers that there is.
+    """
 
     replicas: int = 1
+    has_head: bool = True
+    reduce_bytes: int = HALF_BYTES
+    root_share: float = 1.0
+
+    @property
+    def root_bytes(self) -> float:
+        """Bytes of the weights outside of layers that there is."""
+        return super().root_bytes * self.root_share
+
+    def head_seconds(self, load: Load) -> float:
+        """Returns the seconds of head and loss, if they are there."""
+        return super().head_seconds(load) if self.has_head else 0.0
+
+    def optimizer_seconds(self) -> float:
+        """Returns the seconds of the optimizer, if it is there."""
+        return super().optimizer_seconds() if self.has_head else 0.0
 
     @property
     def shards(self) -> int:
@@ -209,9 +232,13 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         profile = replace(profile, within_node=profile.between_nodes)
     costs = Costs(profile, model, setting.liger, notes, setting.tensor_ranks)
     cluster = Cluster(profile, ranks, 1 if setting.slow else ranks, notes)
-    has_head, recomputes = setting.has_head, setting.checkpointing != "none"
-    trained = costs, cluster, recomputes, has_head, has_head, setting.reduce_bytes, setting.root_share
-    training = ReplicatedTraining(*trained, replicas=setting.replicas)
+    training = ReplicatedTraining(
+        *(costs, cluster, setting.checkpointing != "none"),
+        replicas=setting.replicas,
+        has_head=setting.has_head,
+        reduce_bytes=setting.reduce_bytes,
+        root_share=setting.root_share,
+    )
     topology = Topology(ranks, ranks)
     chunks = setting.chunks
     load_of = partial(
@@ -247,14 +274,14 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         # Attention is that of all GPUs, and all else that of the data ranks.
         gpus = ranks + setting.servers
         tokens = np.array([int(lengths.sum()) // ranks] * ranks + [0] * setting.servers)
-        return replace(ways.even(costs, lengths, gpus), tokens=tokens, saves_attention=True)
+        return replace(even(costs, lengths, gpus), tokens=tokens, saves_attention=True)
 
     loads: dict[str, Callable[[], Load]] = {
         "local": lambda: ways.plain_packing(costs, lengths, ranks),
-        "ideal": lambda: ways.even(costs, lengths, ranks),
+        "ideal": lambda: even(costs, lengths, ranks),
         "ulysses": lambda: ways.ulysses(costs, cluster, lengths, ranks),
         "ring": lambda: ways.ring(costs, cluster, lengths, ranks),
-        "context": lambda: ways.gathered(costs, cluster, [lengths], ranks),
+        "context": lambda: gathered(costs, cluster, [lengths], ranks),
         "recomputed": lambda: placed(False),
         "saved": lambda: placed(True),
         "fixed": lambda: fixed(False),

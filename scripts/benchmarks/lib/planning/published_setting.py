@@ -20,6 +20,7 @@ from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
+from lib.planning.bench_ways import gathered
 from lib.planning.published_greedy import PAPER_TOLERANCE, plan_published_greedy
 
 
@@ -118,8 +119,7 @@ def simulate_point(
     seconds: list[list[float]] = []
     for step in request.steps(document_tokens):
         packed = [
-            ways.gathered(costs, cluster, ways.longest_first(costs, step[0], ranks // group), group)
-            for group in groups
+            gathered(costs, cluster, ways.longest_first(costs, step[0], ranks // group), group) for group in groups
         ]
         theirs = published(costs, cluster, step[0], PAPER_TOLERANCE)
         each = [training.micro_batch_seconds(load) for load in (*packed, theirs)]
