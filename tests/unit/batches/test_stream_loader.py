@@ -439,11 +439,13 @@ def test_a_whole_stream_is_an_iterable_dataset_of_generators_too() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_of_torchdata_goes_on_after_two_stops(workers: int) -> None:
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_loader_of_torchdata_goes_on_after_two_stops(workers: int, micro_steps: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader() -> StreamLoader:
-        return loader_of(stateful.StatefulDataLoader(numbered_stream(shards=4), batch_size=None, num_workers=workers))
+        rows = stateful.StatefulDataLoader(numbered_stream(shards=4), batch_size=None, num_workers=workers)
+        return loader_of(rows, micro_steps=micro_steps)
 
     whole, parts, state = [plain(batch) for batch in loader()], [], None
     for stop in (4, 5, None):
