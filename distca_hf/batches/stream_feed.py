@@ -4,7 +4,7 @@
              one gather per refill                                                     one exchange
 
 Before each micro-batch and each refill ranks agree to read on, and on what. So a rank that cannot, or that stops,
-tells the others. And ranks of unequal settings do not send each other tokens that the others do not expect.
+tells the others. The loader has compared their settings and positions before.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -84,7 +84,6 @@ class StreamFeed:
         buffer: buffer at that position.
         transport: used only by the background thread.
         plans: plans micro-batches; its planner may be replaced meanwhile.
-        facts: what must be the same on all ranks, by name.
 
     Raises:
         PackingError, ConfigError: see `StreamReader`.
@@ -98,11 +97,9 @@ class StreamFeed:
         transport: Transport,
         plans: HostPlans,
         micro_steps: int,
-        facts: Mapping[str, object],
     ) -> None:
         self._begin, self._buffer, self._transport, self._plans = begin, buffer, transport, plans
         self._micro_steps = micro_steps
-        self._facts = {**facts, "position in the stream": begin.in_words()}
         self._inputs: Inputs = {}
         self._documents: dict[int, StreamDocument] = {}  # read by this rank and not yet sent, by key
         self._read_seconds, self._told_seconds = np.zeros(transport.world_size), 0.0
@@ -265,7 +262,7 @@ class StreamFeed:
             facts: of what is read or sent next.
 
         Raises:
-            PlanMismatchError: ranks have other settings, positions or documents.
+            PlanMismatchError: ranks read or send something else.
         """
         seconds = sum(one.seconds for one in self._readers.values())
         truncated = sum(one.truncated for one in self._readers.values())
@@ -275,7 +272,6 @@ class StreamFeed:
             "truncated": truncated - self._told_truncated,
         }
         self._told_seconds, self._told_truncated = seconds, truncated
-        facts = {**self._facts, **facts}
         numbers = Agreement.start(self._transport, Occasion.READ, number, facts, mine).wait(Scope.ROWS)
         self._read_seconds += np.array(numbers["read_us"]) / 1e6
         self._truncated += sum(numbers["truncated"])

@@ -186,12 +186,20 @@ class StreamLoader(BaseLoader):
             self._logged_division = True
             self._source.log_division(begin.place.num_readers)
         settings = self._planner.capacity_tokens, self._buffer_tokens, self._seed, self._shuffle, self._planner.fits
+        # By the thread that trains: a rank that begins no pass is found out while the others wait for it.
+        facts = {
+            **shared_facts(self._planner.config),
+            **self._settings,
+            "position in the stream": begin.in_words(),
+            **self._source.facts(),
+        }
+        Agreement.start(self._transport, Occasion.BEGIN, begin.micro_batches, facts, {}).wait()
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         try:
             feed = StreamFeed(
                 *(self._source, begin, StreamBuffer(begin.place, *settings), self._reading_transport, self.preparer),
-                *(self._micro_steps, {**shared_facts(self._planner.config), **self._settings}),
+                self._micro_steps,
             )
         except Exception:
             Agreement.announce_unable(self._transport, begin.micro_batches, Occasion.TAKE)

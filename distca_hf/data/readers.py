@@ -25,7 +25,7 @@ from distca_hf.data.drawn_rows import generators_left_alone, in_words, inputs_of
 from distca_hf.data.rows import MASK_COLUMNS
 from distca_hf.data.streams import StreamSource
 from distca_hf.errors import ConfigError, PackingError
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
 log = get_logger(__name__)
@@ -126,6 +126,14 @@ class StreamReader:
                     "generator, seeded by the row (stream.map(..., with_indices=True)), or in worker processes (a "
                     "StatefulDataLoader of torchdata)"
                 )
+        if self.has_ended and place == ReaderPlace() and source.has_given_rows:
+            log.warning(
+                "%s gives no row in pass %d, and gave some before, which are not trained again. Iterating over the "
+                "stream again must begin it anew",
+                *(self._name, pass_number),
+                extra=OF_THIS_RANK,
+            )
+        source.has_given_rows |= not self.has_ended
 
     def read_again(self) -> list[StreamDocument]:
         """Reads the documents between the snapshot and the place.

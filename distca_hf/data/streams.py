@@ -9,8 +9,11 @@ reader and number.
 """
 
 import inspect
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
+
+import numpy as np
 
 from distca_hf.config import OverlongPolicy
 from distca_hf.data.rows import Reading
@@ -22,6 +25,8 @@ log = get_logger(__name__)
 
 # Versions of datasets whose streams begin anew when they are resumed a second time (datasets#8308).
 LOSE_THEIR_PLACE = ("5.0.0",)
+# Characters of a fact that ranks compare.
+LONGEST_FACT = 120
 # Part of `datasets` that forgets the rows that it holds when its state is loaded.
 SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
 
@@ -79,6 +84,9 @@ class StreamSource:
         shuffle: whether each pass asks the stream for another order (`set_epoch`).
         skips_bad_rows: whether rows that cannot be trained on are left out, with a warning each.
 
+    Attributes:
+        has_given_rows: whether this rank has read a row so far.
+
     Raises:
         PackingError: its place cannot be saved, or it was already divided; says what to do.
     """
@@ -100,6 +108,7 @@ class StreamSource:
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
         self._stream, self._shuffle = stream, shuffle
+        self.has_given_rows = False
         if isinstance(stream, datasets.IterableDataset):
             if datasets.__version__ in LOSE_THEIR_PLACE:
                 raise PackingError(
@@ -126,6 +135,15 @@ class StreamSource:
             "cut_tokens": 0 if self.overlong == "error" else self.longest_tokens,
             "skips_bad_rows": self.skips_bad_rows,
         }
+
+    def facts(self) -> dict[str, str]:
+        """Returns what is known of the rows without reading them, by name; must be the same on all ranks that are
+        given the whole stream."""
+        if not self.is_divided_here:
+            return {}
+        stream: Any = self._stream
+        steps = {f"step {number} of the stream": text for number, text in enumerate(_steps_of(stream._ex_iterable))}
+        return steps if self._shuffle else {"epoch of the stream": str(stream.epoch), **steps}
 
     def log_division(self, num_readers: int) -> None:
         """Warns if there are too few shards, so that each reader reads all of them."""
@@ -158,9 +176,48 @@ class StreamSource:
         return part
 
 
+def _steps_of(part: Any) -> Iterator[str]:
+    """Yields a text for each step that makes the rows of a stream of `datasets`, the first one last."""
+    values = {name: value for name, value in vars(part).items() if not name.startswith(("_", "token"))}
+    values |= values.pop("kwargs", {})
+    texts = [f"{name}={text}" for name, value in values.items() if (text := _text_of(value))]
+    text = f"{type(part).__name__}({', '.join(texts)})"
+    yield text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]}... ({_checksum(text)})"
+    for inner in _inner(part):
+        yield from _steps_of(inner)
+
+
+def _text_of(value: Any) -> str:
+    """Returns a text that is the same on every rank for the same value; empty if that cannot be known."""
+    import datasets
+
+    if isinstance(value, str):  # folders of a file, and signatures of an address, may differ
+        return value.partition("?")[0].rpartition("/")[2]
+    if isinstance(value, bool | int | float):
+        return "" if value is False else str(value)
+    if isinstance(value, np.random.Generator):
+        return _checksum(value.bit_generator.state)
+    if isinstance(value, Mapping):  # may hold passwords
+        return _checksum({name: _text_of(one) for name, one in value.items()}) if value else ""
+    if isinstance(value, list | tuple):
+        return ", ".join(filter(None, map(_text_of, value)))
+    if isinstance(value, datasets.Dataset):
+        return f"{len(value)} rows that begin with {_checksum(value.with_format('arrow')[:1].to_pylist())}"
+    return str(getattr(value, "__qualname__", ""))
+
+
+def _checksum(value: object) -> str:
+    return f"checksum {zlib.crc32(str(value).encode()):08x}"
+
+
+def _inner(part: Any) -> list[Any]:
+    """Returns the steps that a step of a stream of `datasets` reads from."""
+    steps = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    return [one for one in steps if one is not None]
+
+
 def _has_buffer(part: object) -> bool:
     """Returns whether a stream of `datasets` has a shuffle buffer."""
     if type(part).__name__ == SHUFFLE_BUFFER:
         return True
-    inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
-    return any(_has_buffer(one) for one in inner if one is not None)
+    return any(map(_has_buffer, _inner(part)))

@@ -121,7 +121,7 @@ def _speed(mix: str, as_arrays: bool) -> tuple[float, float]:
     plans = HostPlans(planner=planner, rank=0, device=torch.device("cpu"))
     began = time.process_time()
     source = StreamSource(stream, Reading(), planner.longest_tokens)
-    feed = StreamFeed(source, begin, buffer, LocalTransport(), plans, micro_steps=1, facts={})
+    feed = StreamFeed(source, begin, buffer, LocalTransport(), plans, micro_steps=1)
     batches = islice(feed.micro_batches(), TIMED_TOKENS // TIMED_RANK_TOKENS)
     done = sum(int(fed.prepared.layout.document_tokens.sum()) for fed in batches)
     return done / (time.process_time() - began), only_stream
