@@ -13,16 +13,17 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from distca_hf.arrays import IntArray, exclusive_cumsum
 from distca_hf.data.documents import Tokens, check_values, fit_documents, follows_masks, tokens_of
 from distca_hf.data.drawn_rows import generators_left_alone, in_words, inputs_of, random_states, values_of
-from distca_hf.data.rows import MASK_COLUMNS
+from distca_hf.data.rows import MASK_COLUMNS, Values, row_of
 from distca_hf.data.streams import StreamSource
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -36,7 +37,7 @@ MOST_BAD_ROWS = 100
 
 @dataclass(frozen=True, eq=False)
 class StreamDocument:
-    """A document, with a checksum (63 bits) of its tokens, labels and inputs."""
+    """A document, with a checksum (63 bits) of its columns."""
 
     tokens: Tokens
     checksum: int
@@ -186,6 +187,8 @@ class StreamReader:
             raise
         self.seconds += time.perf_counter() - began
         self.has_ended = row is None
+        if isinstance(row, pa.Table):
+            row = row_of(row)
         if row is not None and not isinstance(row, Mapping):
             raise PackingError(
                 f"{self._name}, row {self._rows}: the stream gives a {type(row).__name__}, and a row is a mapping "
@@ -243,24 +246,35 @@ class StreamReader:
                 f"{where}the columns of what is learnt are {learnt}, and {self._learnt} before: give every row the "
                 "same. All tokens of a row are learnt if its labels are its input_ids"
             )
-        packed = shown.get("seq_lengths")
+        # 2. Whole documents, or parts of those that are too long.
+        found = []
+        for begin, start, stop in self._parts(shown.get("seq_lengths"), tokens, where):
+            segment = {name: column[start:stop] for name, column in values.items()}
+            check_values(segment, where, start, begin, reading.vocabulary_tokens)
+            whole = tokens_of(segment, stop - start, True, reading, inputs)
+            found.append(StreamDocument(whole, _checksum(segment)))
+        return found
+
+    def _parts(self, packed: Any, tokens: int, where: str) -> Iterable[tuple[int, int, int]]:
+        """Returns, for each part of the documents of a row, where its document begins in the row, its first token,
+        and its end.
+
+        Args:
+            packed: lengths of the documents; None if the row is one.
+            tokens: of the row.
+        """
+        if packed is None and tokens <= self._source.longest_tokens:
+            return [(0, 0, tokens)]
         lengths = np.atleast_1d(np.array(tokens if packed is None else packed))
         if lengths.dtype.kind not in "iu" or lengths.ndim != 1:
             raise PackingError(f"{where}seq_lengths are {packed!r}, and must be a list of lengths of documents")
         lengths = lengths.astype(np.int64)
         if lengths.sum() != tokens or (lengths < 1).any():
             raise PackingError(f"{where}seq_lengths are {lengths.tolist()}, and the row has {tokens} tokens")
-        # 2. Whole documents, or parts of those that are too long.
-        origins = exclusive_cumsum(lengths)
         document, first, kept = self._fit(lengths, where)
-        found = []
-        for of, begin, length in zip(document.tolist(), first.tolist(), kept.tolist(), strict=True):
-            start = int(origins[of]) + begin
-            segment = {name: column[start : start + length] for name, column in values.items()}
-            check_values(segment, where, start, int(origins[of]), reading.vocabulary_tokens)
-            whole = tokens_of(segment, length, True, reading, inputs)
-            found.append(StreamDocument(whole, _checksum(whole)))
-        return found
+        begins = exclusive_cumsum(lengths)[document]
+        starts = begins + first
+        return zip(begins.tolist(), starts.tolist(), (starts + kept).tolist(), strict=True)
 
     def _fit(self, lengths: IntArray, where: str) -> tuple[IntArray, IntArray, IntArray]:
         """Returns document, first token and length of each part of a row's documents."""
@@ -281,12 +295,13 @@ class StreamReader:
         return fit_documents(lengths, most, self._source.overlong)
 
 
-def _checksum(tokens: Tokens) -> int:
-    """Returns a checksum (63 bits) of tokens, labels and inputs. Shifted labels follow from labels."""
-    of_tokens, of_labels = (zlib.crc32(ids.astype("<i4").data) for ids in (tokens.input_ids, tokens.labels))
-    for _, values in sorted(tokens.inputs.items()):
-        of_labels = zlib.crc32(np.ascontiguousarray(values).data, of_labels)
-    return (of_tokens << 32 | of_labels) >> 1
+def _checksum(values: Values) -> int:
+    """Returns a checksum (63 bits) of all columns of a document. What is learnt follows from them."""
+    of_tokens = of_others = zlib.crc32(values["input_ids"].astype("<i4").data)
+    for name, column in sorted(values.items()):
+        if name != "input_ids":
+            of_others = zlib.crc32(np.ascontiguousarray(column).data, of_others)
+    return (of_tokens << 32 | of_others) >> 1
 
 
 def _digest(states: Mapping[str, Any]) -> str:

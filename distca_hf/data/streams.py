@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 
 from distca_hf.config import OverlongPolicy
-from distca_hf.data.rows import Reading
+from distca_hf.data.rows import Reading, is_media
 from distca_hf.errors import PackingError
 from distca_hf.telemetry import get_logger
 
@@ -108,7 +108,7 @@ class StreamSource:
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
         self._stream, self._shuffle = stream, shuffle
-        self.has_given_rows = False
+        self.has_given_rows = self._reads_tables = False
         if isinstance(stream, datasets.IterableDataset):
             if datasets.__version__ in LOSE_THEIR_PLACE:
                 raise PackingError(
@@ -120,6 +120,9 @@ class StreamSource:
                     "the stream is already divided between ranks (split_dataset_by_node); give the whole stream to "
                     "all ranks, and distca_hf divides it"
                 )
+            # Python decodes images and sound, for which columns are known.
+            decoded = any(is_media("", feature) for feature in (stream.features or {}).values())
+            self._reads_tables = stream._ex_iterable.iter_arrow is not None and not decoded
         self.keeps_place = not _has_buffer(getattr(stream, "_ex_iterable", None))
         if not self.keeps_place:
             log.info("the stream has a shuffle buffer: a resumed training reads it from the beginning of its pass")
@@ -171,6 +174,8 @@ class StreamSource:
             uneven = self._strategy(num_readers) == "shards" and part.num_shards % num_readers
             how = {"strategy": "shards"} if uneven else {}
             part = split_dataset_by_node(part, rank=reader, world_size=num_readers, **how)
+        if self._reads_tables:
+            part = part.with_format("arrow")
         if self._shuffle and hasattr(part, "set_epoch"):
             part.set_epoch(pass_number)
         return part
