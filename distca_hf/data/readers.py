@@ -1,11 +1,11 @@
-"""Readers: each reads its part of a stream in order, and knows its exact place.
+"""Readers: each reads its part of a stream in order, and knows its exact position.
 
-A *snapshot* is the `state_dict` of the stream between two rows. To resume at a place, a reader loads a snapshot before
-it and reads some rows again. If a stream loses rows when its state is loaded (a shuffle buffer), its only snapshot is
-the beginning.
+A *snapshot* is the `state_dict` of the stream between two rows. To resume at a position, a reader loads a snapshot
+before it and reads some rows again. If a stream loses rows when its state is loaded (a shuffle buffer), its only
+snapshot is the beginning.
 
     snapshot        snapshot     snapshot
-    | d0 d1 d2 d3   | d4 d5 d6   | d7 d8 d9     d5 and d8 are not trained yet: the place is the second snapshot, and
+    | d0 d1 d2 d3   | d4 d5 d6   | d7 d8 d9     d5 and d8 are not trained yet: the position is the second snapshot, and
                                                 six documents read after it
 """
 
@@ -67,8 +67,8 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class ReaderPlace:
-    """The place of a reader: a snapshot, and what it has read.
+class ReaderPosition:
+    """The position of a reader: a snapshot, and what it has read.
 
     Attributes:
         snapshot: the latest one before all documents that are still needed.
@@ -88,7 +88,7 @@ class StreamReader:
         number: number of this reader.
         num_readers: number of all readers.
         pass_number: number of the pass through the stream, counted from 0.
-        place: where it begins.
+        position: where it begins.
 
     Attributes:
         documents: read in this pass.
@@ -103,20 +103,25 @@ class StreamReader:
     """
 
     def __init__(
-        self, source: StreamSource, number: int, num_readers: int, pass_number: int, place: ReaderPlace = ReaderPlace()
+        self,
+        source: StreamSource,
+        number: int,
+        num_readers: int,
+        pass_number: int,
+        position: ReaderPosition = ReaderPosition(),
     ) -> None:
         self._source, self._name = source, f"reader {number} of {num_readers}"
-        self._place = place
-        self.documents, self._rows = place.snapshot.documents, place.snapshot.rows
-        self.snapshot, self.has_ended = place.snapshot, False
+        self._position = position
+        self.documents, self._rows = position.snapshot.documents, position.snapshot.rows
+        self.snapshot, self.has_ended = position.snapshot, False
         self.inputs: Mapping[str, np.dtype[Any]] | None = None
         self.seconds, self.truncated = 0.0, 0
         self._learnt: list[str] | None = None  # columns that say which tokens are learnt
         self._bad_rows = 0  # since the last good one
         with generators_left_alone():  # loaders with workers draw a seed for them
             self._part = source.part(number, num_readers, pass_number)
-            if place.snapshot.state:
-                self._part.load_state_dict(json.loads(place.snapshot.state))
+            if position.snapshot.state:
+                self._part.load_state_dict(json.loads(position.snapshot.state))
             self._iterator = iter(self._part)
             before = _digest(random_states())
             self._first = self._next()
@@ -127,7 +132,7 @@ class StreamReader:
                     "generator, seeded by the row (stream.map(..., with_indices=True)), or in worker processes (a "
                     "StatefulDataLoader of torchdata)"
                 )
-        if self.has_ended and place == ReaderPlace() and source.has_given_rows:
+        if self.has_ended and position == ReaderPosition() and source.has_given_rows:
             log.warning(
                 "%s gives no row in pass %d, and gave some before, which are not trained again. Iterating over the "
                 "stream again must begin it anew",
@@ -137,19 +142,20 @@ class StreamReader:
         source.has_given_rows |= not self.has_ended
 
     def read_again(self) -> list[StreamDocument]:
-        """Reads the documents between the snapshot and the place.
+        """Reads the documents between the snapshot and the position.
 
         Raises:
             ConfigError: the stream was changed, and has others.
         """
         found: list[StreamDocument] = []
-        while self.documents < self._place.documents and not self.has_ended:
+        while self.documents < self._position.documents and not self.has_ended:
             found += self._read_row()
-        if self.documents != self._place.documents:
+        if self.documents != self._position.documents:
+            ends = "ends" if self.has_ended else "has a row that goes on"
             raise ConfigError(
-                f"{self._name} had read {self._place.documents} documents when the position was saved, and its part "
-                f"of the stream now {'ends' if self.has_ended else 'has a row that goes on'} at {self.documents}: the "
-                "stream was changed. Give it the shards that it had"
+                f"{self._name} had read {self._position.documents} documents when the position was saved, and its "
+                f"part of the stream now {ends} at {self.documents}: the stream was changed. Give it the shards that "
+                "it had"
             )
         return found
 
@@ -160,7 +166,7 @@ class StreamReader:
             of_row = self._read_row()
             found += of_row
             tokens -= sum(map(len, of_row))
-        if not self.has_ended and self._rows > self.snapshot.rows and self._source.keeps_place:
+        if not self.has_ended and self._rows > self.snapshot.rows and self._source.saves_position:
             self.snapshot = Snapshot(self.documents, self._rows, self._state())
         return found
 

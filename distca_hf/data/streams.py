@@ -24,7 +24,7 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 # Versions of datasets whose streams begin anew when they are resumed a second time (datasets#8308).
-LOSE_THEIR_PLACE = ("5.0.0",)
+LOSE_POSITION = ("5.0.0",)
 # Characters of a fact that ranks compare.
 LONGEST_FACT = 120
 # Part of `datasets` that forgets the rows that it holds when its state is loaded.
@@ -32,12 +32,12 @@ SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
 
 
 class Stream(Protocol):
-    """Rows in an order, and the place in it. Rows are mappings with `input_ids`."""
+    """Rows in an order, and the position in it. Rows are mappings with `input_ids`."""
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place after the latest row."""
+        """Returns the position after the latest row."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -57,15 +57,15 @@ def _has_state(dataset: object) -> TypeGuard[Stream]:
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def check_saves_place(stream: object) -> None:
-    """Checks that the place of a stream can be saved.
+def check_saves_position(stream: object) -> None:
+    """Checks that the position of a stream can be saved.
 
     Raises:
         PackingError: it cannot; says what to do.
     """
     if not _has_state(stream):
         raise PackingError(
-            f"{type(stream).__name__} is a stream whose place cannot be saved: it has no state_dict and "
+            f"{type(stream).__name__} is a stream whose position cannot be saved: it has no state_dict and "
             "load_state_dict, so a resumed training would not know its documents. Give a datasets.IterableDataset, or "
             "torchdata's StatefulDataLoader; or leave tokens_per_rank out, and train on your own batches"
         )
@@ -88,7 +88,7 @@ class StreamSource:
         has_given_rows: whether this rank has read a row so far.
 
     Raises:
-        PackingError: its place cannot be saved, or it was already divided; says what to do.
+        PackingError: its position cannot be saved, or it was already divided; says what to do.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class StreamSource:
     ) -> None:
         import datasets
 
-        check_saves_place(stream)
+        check_saves_position(stream)
         self.is_divided_here = isinstance(stream, datasets.IterableDataset)
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
         self._stream, self._shuffle = stream, shuffle
         self.has_given_rows = self._reads_tables = False
         if isinstance(stream, datasets.IterableDataset):
-            if datasets.__version__ in LOSE_THEIR_PLACE:
+            if datasets.__version__ in LOSE_POSITION:
                 raise PackingError(
                     f"streams of datasets {datasets.__version__} begin anew when they are resumed a second time "
                     "(datasets#8308); pip install --upgrade datasets"
@@ -123,12 +123,12 @@ class StreamSource:
             # Python decodes images and sound, for which columns are known.
             decoded = any(is_media("", feature) for feature in (stream.features or {}).values())
             self._reads_tables = stream._ex_iterable.iter_arrow is not None and not decoded
-        self.keeps_place = not _has_buffer(getattr(stream, "_ex_iterable", None))
-        if not self.keeps_place:
+        self.saves_position = not _has_buffer(getattr(stream, "_ex_iterable", None))
+        if not self.saves_position:
             log.info("the stream has a shuffle buffer: a resumed training reads it from the beginning of its pass")
 
     def identity(self, num_readers: int) -> dict[str, object]:
-        """Returns facts of the stream that a saved place depends on."""
+        """Returns facts of the stream that a saved position depends on."""
         stream: Any = self._stream
         return {
             "stream": type(stream).__name__,

@@ -298,8 +298,8 @@ def test_stream_that_changed_since_it_was_saved_is_refused(
         ("documents", [-1]),
         ("documents", [5 << 40]),
         ("documents", "none"),
-        ("places", [[0, 0, {}, 0, 0]]),
-        ("places", []),
+        ("positions", [[0, 0, {}, 0, 0]]),
+        ("positions", []),
         ("refills", 2.0),
         ("pass", None),
         ("into_step", 1),
@@ -328,7 +328,7 @@ def test_position_within_a_step_is_not_taken_to_other_sizes() -> None:
 def test_what_cannot_be_resumed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PackingError, match="already divided between ranks"):
         loader_of(split_dataset_by_node(numbered_stream(), 0, 2))
-    with pytest.raises(PackingError, match="generator is a stream whose place cannot be saved"):
+    with pytest.raises(PackingError, match="generator is a stream whose position cannot be saved"):
         loader_of(row for row in [{"input_ids": [1]}])
     with pytest.raises(PackingError, match="the stream gave no document"):
         list(loader_of(Rows([])))

@@ -17,7 +17,7 @@ from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import split_documents
 from distca_hf.data.rows import Reading
-from distca_hf.data.stream_buffer import BufferPlace, NewDocuments, StepDocuments, StreamBuffer
+from distca_hf.data.stream_buffer import BufferPosition, NewDocuments, StepDocuments, StreamBuffer
 from distca_hf.data.streams import StreamSource
 from lib.planning.mixes import file_lengths
 from lib.planning.planners import RANKS_PER_NODE, K, print_row, table
@@ -62,7 +62,7 @@ def steps_of(mix: str, num_ranks: int, tokens_per_rank: int, seed: int) -> list[
     capacity_tokens = num_ranks * tokens_per_rank
     _, _, lengths = split_documents(file_lengths(mix), capacity_tokens)
     stream = StreamOfLengths(lengths, num_ranks, seed)
-    place = BufferPlace.beginning(0, num_ranks)
+    place = BufferPosition.beginning(0, num_ranks)
     buffer = StreamBuffer(place, capacity_tokens, BUFFER_BATCHES * capacity_tokens, seed)
     steps = []
     for _ in range(LOOKED_AT):
@@ -140,8 +140,8 @@ def _made_rows(rows: _Rows) -> Iterator[dict[str, list[int]]]:
 def _speed(stream: IterableDataset) -> tuple[float, float]:
     """Returns tokens per second from rows to micro-batches, by the thread's time and by the clock."""
     planner = PlacedPlanner(DistCAConfig(tokens_per_rank=TIMED_RANK_TOKENS), 1)
-    begin = StreamPosition(BufferPlace.beginning(0, 1))
-    buffer = StreamBuffer(begin.place, planner.capacity_tokens, BUFFER_BATCHES * planner.capacity_tokens)
+    begin = StreamPosition(BufferPosition.beginning(0, 1))
+    buffer = StreamBuffer(begin.buffer, planner.capacity_tokens, BUFFER_BATCHES * planner.capacity_tokens)
     plans = HostPlans(planner=planner, rank=0, device=torch.device("cpu"))
     source = StreamSource(stream, Reading(), planner.longest_tokens)
     used, began = time.thread_time(), time.perf_counter()
