@@ -123,6 +123,7 @@ class StreamLoader(BaseLoader):
 
     def restart(self) -> None:
         """Begins the stream anew at the next iteration."""
+        self._source.longest_tokens = self._planner.longest_tokens
         self._position = StreamPosition(BufferPosition.beginning(0, self._transport.world_size))
 
     @property
@@ -143,16 +144,22 @@ class StreamLoader(BaseLoader):
         Raises:
             ConfigError: a field is missing, wrong or changed; or the state is from another stream or seed, or from the
                 middle of an optimizer step of other sizes; or each rank gives its own part of the stream, and the
-                number of ranks has changed.
+                number of ranks has changed; or documents were cut to more tokens than ranks hold now.
         """
         num_readers = self._position.buffer.num_readers
         if isinstance(state, Mapping) and self._source.is_divided_here and "readers" in state:
             num_readers = whole_number("readers", state.get("readers"), least=1, most=MOST_READERS)
-        check_identity(state, self._identity(num_readers))
+        identity = self._identity(num_readers)
+        longest_tokens = self._planner.longest_tokens
+        if isinstance(state, Mapping) and identity["cut_tokens"] and type(cut := state.get("cut_tokens")) is int:
+            # The rest of a pass is cut as its beginning was, for fewer ranks or tokens.
+            if 0 < cut <= longest_tokens or (cut and state.get("refills") == 0):
+                identity["cut_tokens"] = cut
+        check_identity(state, identity)
         buffer = BufferPosition.read(state, num_readers)
         at = StreamPosition(buffer, **{name: whole_number(name, state.get(name)) for name in OF_STEP})
         sizes = {name: whole_number(name, state.get(name), least=1) for name in self._all_sizes}
-        fields = {**self._identity(num_readers), **sizes, **dict.fromkeys(OF_STEP), **buffer.fields()}
+        fields = {**identity, **sizes, **dict.fromkeys(OF_STEP), **buffer.fields()}
         check_checksum(state, fields, 0)
         into_step = at.into_step + (sizes["micro_steps"] - at.step_batches if at.step_batches else 0)
         if into_step and sizes != self._all_sizes:
@@ -171,6 +178,9 @@ class StreamLoader(BaseLoader):
                 "; some ranks read nothing until the next pass" if num_readers < self._transport.world_size else "",
             )
         self._position = at
+        self._source.longest_tokens = longest_tokens
+        if identity["cut_tokens"] and not buffer.is_beginning:
+            self._source.longest_tokens = whole_number("cut_tokens", state["cut_tokens"])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yields micro-batches from the loader's position to the end of the pass, or without end if it repeats."""
@@ -230,6 +240,7 @@ class StreamLoader(BaseLoader):
                 if fed.is_last:
                     beginning = BufferPosition.beginning(begin.buffer.pass_number + 1, self._transport.world_size)
                     owed = fed.owed if self._repeats else 0
+                    self._source.longest_tokens = self._planner.longest_tokens
                     self._position = StreamPosition(beginning, 0, fed.after.micro_batches, owed)
                 self.documents_truncated += fed.truncated
                 self._note_waiting(fed)

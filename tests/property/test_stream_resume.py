@@ -35,14 +35,20 @@ def _own_rows(rank: int, world: int) -> Any:
 
 
 def _part(
-    world: int, state: State | None, micro_batches: int | None, stream: Callable[[int, int], Any] = _whole
+    world: int,
+    state: State | None,
+    micro_batches: int | None,
+    stream: Callable[[int, int], Any] = _whole,
+    **settings: Any,
 ) -> tuple[list[list[RankRows]], Counter[int], State]:
     """Batches of each rank, their tokens, and the position, which all ranks must agree on."""
     reading_world = LoopbackWorld((1, world, 1))
 
     def read(transport: LoopbackTransport) -> tuple[list[RankRows], Counter[int], str]:
         rank = transport.rank
-        planner = PlacedPlanner(DistCAConfig(tokens_per_rank=TOKENS_PER_RANK, pad_to_multiple_of=1), world)
+        planner = PlacedPlanner(
+            DistCAConfig(**{"tokens_per_rank": TOKENS_PER_RANK, "pad_to_multiple_of": 1} | settings), world
+        )
         reading = LoopbackTransport(reading_world, rank)
         loader = StreamLoader(
             *(stream(rank, world), planner, transport, reading, torch.device("cpu")), seed=3, micro_steps=MICRO_STEPS
@@ -93,3 +99,30 @@ def test_ranks_that_give_their_own_rows_resume_only_as_many(first: int, then: in
     *_, state = _part(first, None, MICRO_STEPS, _own_rows)
     with pytest.raises(ConfigError, match=f"readers={first}, this loader has {then}"):
         _part(then, state, None, _own_rows)
+
+
+@pytest.mark.parametrize("overlong", ["split", "truncate"])
+def test_a_pass_goes_on_to_cut_documents_as_it_began(overlong: str) -> None:
+    """To 16 tokens on one rank. The next pass will cut them to what two ranks hold."""
+
+    def cut(tokens: int) -> Counter[int]:
+        return Counter({token: min(times, tokens) for token, times in all_tokens(DOCUMENTS).items()})
+
+    settings = {"tokens_per_rank": 16, "overlong": overlong}
+    _, seen, state = _part(1, None, 2 * MICRO_STEPS, **settings)
+    _, more, within = _part(3, state, MICRO_STEPS, **settings)
+    assert within["cut_tokens"] == 16
+    _, rest, state = _part(2, within, None, **settings)
+
+    assert seen + more + rest == (all_tokens(DOCUMENTS) if overlong == "split" else cut(16))
+    assert state["cut_tokens"] == 32
+
+
+def test_a_pass_that_cut_documents_to_more_than_fits_is_refused() -> None:
+    settings = {"tokens_per_rank": 16, "overlong": "split"}
+    *_, within = _part(2, None, MICRO_STEPS, **settings)
+    with pytest.raises(ConfigError, match="cut_tokens=32, this loader has 16"):
+        _part(1, within, None, **settings)
+    *_, at_end = _part(2, within, None, **settings)
+    _, seen, _ = _part(1, at_end, MICRO_STEPS, **settings)
+    assert seen
