@@ -4,7 +4,7 @@
              one gather per refill                                                     one exchange
 
 Before each micro-batch and each refill ranks agree to read on, and on what. So a rank that cannot, or that stops,
-tells the others. And ranks of unequal settings do not send each other tokens that the others do not expect.
+tells the others. The loader has compared their settings and positions before.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -24,7 +24,7 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.data.collate import collate
 from distca_hf.data.readers import StreamDocument, StreamReader
-from distca_hf.data.stream_buffer import NO_DOCUMENTS, BufferPlace, NewDocuments, StreamBuffer, keys_of
+from distca_hf.data.stream_buffer import NO_DOCUMENTS, BufferPosition, NewDocuments, StreamBuffer, keys_of
 from distca_hf.data.streams import StreamSource
 from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError, StepTimeoutError
 from distca_hf.layout import Layout
@@ -35,22 +35,22 @@ class StreamPosition:
     """The next micro-batch of a stream.
 
     Attributes:
-        place: place of the buffer before the optimizer step of this micro-batch.
+        buffer: position of the buffer before the optimizer step of this micro-batch.
         into_step: micro-batches of that step that come before it.
         micro_batches: number of micro-batches before it, in all passes.
         step_batches: micro-batches of that step in this pass, if the pass before had the others; 0: all of them.
     """
 
-    place: BufferPlace
+    buffer: BufferPosition
     into_step: int = 0
     micro_batches: int = 0
     step_batches: int = 0
 
     def in_words(self) -> str:
         """Returns the position as ranks compare it."""
-        place, within = self.place, f", {self.into_step} micro-batches into a step" if self.into_step else ""
-        documents = f"{len(place.keys)} documents read ahead (checksum {place.checksum})"
-        return f"pass {place.pass_number}, {place.refills} refills, {documents}{within}"
+        buffer, within = self.buffer, f", {self.into_step} micro-batches into a step" if self.into_step else ""
+        documents = f"{len(buffer.keys)} documents read ahead (checksum {buffer.checksum})"
+        return f"pass {buffer.pass_number}, {buffer.refills} refills, {documents}{within}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,6 @@ class StreamFeed:
         buffer: buffer at that position.
         transport: used only by the background thread.
         plans: plans micro-batches; its planner may be replaced meanwhile.
-        facts: what must be the same on all ranks, by name.
 
     Raises:
         PackingError, ConfigError: see `StreamReader`.
@@ -98,31 +97,29 @@ class StreamFeed:
         transport: Transport,
         plans: HostPlans,
         micro_steps: int,
-        facts: Mapping[str, object],
     ) -> None:
         self._begin, self._buffer, self._transport, self._plans = begin, buffer, transport, plans
         self._micro_steps = micro_steps
-        self._facts = {**facts, "position in the stream": begin.in_words()}
         self._inputs: Inputs = {}
         self._documents: dict[int, StreamDocument] = {}  # read by this rank and not yet sent, by key
-        self._read_seconds, self._told_seconds = np.zeros(transport.world_size), 0.0
-        self._truncated, self._told_truncated = 0, 0
-        places, pass_number = begin.place.readers, begin.place.pass_number
-        self._num_readers = len(places)
+        self._read_seconds, self._reported_seconds = np.zeros(transport.world_size), 0.0
+        self._truncated, self._reported_truncated = 0, 0
+        positions, pass_number = begin.buffer.readers, begin.buffer.pass_number
+        self._num_readers = len(positions)
         # Readers that are not at their end, or of which a document is left.
         self._open = [
             number
-            for number, place in enumerate(places)
-            if not place.has_ended or place.snapshot.documents < place.documents
+            for number, position in enumerate(positions)
+            if not position.has_ended or position.snapshot.documents < position.documents
         ]
         try:
             self._readers = {
-                number: StreamReader(source, number, self._num_readers, pass_number, places[number])
+                number: StreamReader(source, number, self._num_readers, pass_number, positions[number])
                 for number in self._open
                 if reader_rank(number, transport.world_size) == transport.rank
             }
         except BaseException:
-            self._tell_unable()
+            self._announce_unable()
             raise
 
     def micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -138,12 +135,12 @@ class StreamFeed:
         except (PeerLostError, PlanMismatchError, StepTimeoutError):  # the others know
             raise
         except BaseException:  # also if the consumer stops
-            self._tell_unable()
+            self._announce_unable()
             raise
 
     def _micro_batches(self) -> Generator[StreamBatch, None, None]:
         buffer, number = self._buffer, self._begin.micro_batches
-        place, into_step, step_batches = self._begin.place, self._begin.into_step, self._begin.step_batches
+        before, into_step, step_batches = self._begin.buffer, self._begin.into_step, self._begin.step_batches
         self._restore(number)
         while True:
             while share_tokens := buffer.share_tokens():
@@ -162,12 +159,12 @@ class StreamFeed:
                 micro_steps=self._micro_steps,
                 per_epoch=None,
             )
-            after = buffer.place()
+            after = buffer.position()
             # 2. Its micro-batches.
             for index in range(into_step, divided.num_micro_batches):
                 began = perf_counter()
                 chosen = divided.micro_batch(index)
-                keys, cursor = step.keys[chosen], Cursor(place.pass_number, number)
+                keys, cursor = step.keys[chosen], Cursor(before.pass_number, number)
                 prepared = self._plans.plan(cursor, keys, step.tokens[chosen], divided.layout(index))
                 plan_seconds = perf_counter() - began
                 checksums = f"{prepared.documents_checksum:08x} {_checksum(prepared.layout):08x}"
@@ -175,7 +172,7 @@ class StreamFeed:
                 fed = replace(self._with_rows(prepared, keys), plan_seconds=plan_seconds)
                 number += 1
                 is_end = index + 1 == divided.num_micro_batches
-                within = StreamPosition(place, index + 1, number, step_batches)
+                within = StreamPosition(before, index + 1, number, step_batches)
                 position = StreamPosition(after, 0, number) if is_end else within
                 read_seconds, self._read_seconds = self._read_seconds, np.zeros_like(self._read_seconds)
                 truncated, self._truncated = self._truncated, 0
@@ -191,7 +188,7 @@ class StreamFeed:
                 )
             for key in step.keys.tolist():
                 self._documents.pop(key, None)
-            place, into_step, step_batches = after, 0, 0
+            before, into_step, step_batches = after, 0, 0
 
     def _with_rows(self, prepared: Prepared, keys: IntArray) -> Prepared:
         """Returns the micro-batch with the rows of this rank."""
@@ -201,14 +198,14 @@ class StreamFeed:
 
     def _restore(self, number: int) -> None:
         """Reads the documents again that were read and not trained when the position was saved."""
-        if self._begin.place.is_beginning:
+        if self._begin.buffer.is_beginning:
             return
-        wanted = set(self._begin.place.keys.tolist())
-        places = self._begin.place.readers
-        read = self._told(
+        wanted = set(self._begin.buffer.keys.tolist())
+        positions = self._begin.buffer.readers
+        read = self._gathered(
             {
                 reader: self._noted(
-                    one.read_again(), reader, places[reader].snapshot.documents, places[reader].has_ended
+                    one.read_again(), reader, positions[reader].snapshot.documents, positions[reader].has_ended
                 )
                 for reader, one in self._readers.items()
             },
@@ -229,7 +226,7 @@ class StreamFeed:
             found = self._noted(one.read(share_tokens), reader, first, one.has_ended)
             read[reader] = replace(found, snapshot=None if one.snapshot is snapshot else one.snapshot)
         self._open = [reader for reader in range(self._num_readers) if not self._buffer.has_ended(reader)]
-        self._buffer.add(self._told(read, number, f"{share_tokens} tokens"))
+        self._buffer.add(self._gathered(read, number, f"{share_tokens} tokens"))
 
     def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> NewDocuments:
         """Keeps documents until they are sent; returns what other ranks must know of them."""
@@ -237,7 +234,7 @@ class StreamFeed:
         tokens = np.array([len(one) for one in found], dtype=np.int64)
         return NewDocuments(tokens, np.array([one.checksum for one in found], dtype=np.int64), has_ended)
 
-    def _told(self, read: Mapping[int, NewDocuments], number: int, asked_for: str) -> dict[int, NewDocuments]:
+    def _gathered(self, read: Mapping[int, NewDocuments], number: int, asked_for: str) -> dict[int, NewDocuments]:
         """Returns what all readers read.
 
         Args:
@@ -265,23 +262,22 @@ class StreamFeed:
             facts: of what is read or sent next.
 
         Raises:
-            PlanMismatchError: ranks have other settings, positions or documents.
+            PlanMismatchError: ranks read or send something else.
         """
         seconds = sum(one.seconds for one in self._readers.values())
         truncated = sum(one.truncated for one in self._readers.values())
         mine = {
             "integers": integers,
-            "read_us": round(1e6 * (seconds - self._told_seconds)),
-            "truncated": truncated - self._told_truncated,
+            "read_us": round(1e6 * (seconds - self._reported_seconds)),
+            "truncated": truncated - self._reported_truncated,
         }
-        self._told_seconds, self._told_truncated = seconds, truncated
-        facts = {**self._facts, **facts}
+        self._reported_seconds, self._reported_truncated = seconds, truncated
         numbers = Agreement.start(self._transport, Occasion.READ, number, facts, mine).wait(Scope.ROWS)
         self._read_seconds += np.array(numbers["read_us"]) / 1e6
         self._truncated += sum(numbers["truncated"])
         return numbers["integers"]
 
-    def _tell_unable(self) -> None:
+    def _announce_unable(self) -> None:
         """Tells the other ranks, without waiting for them, that this one does not read on."""
         try:
             Agreement.start(self._transport, Occasion.UNABLE, 0, {}, {}, Scope.ROWS)

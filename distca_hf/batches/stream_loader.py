@@ -18,9 +18,9 @@ from distca_hf.batches.prepare import HostPlans, Prefetcher
 from distca_hf.batches.stream_feed import StreamBatch, StreamFeed, StreamPosition
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
-from distca_hf.data.positions import check_checksum, check_identity, whole, with_checksum
+from distca_hf.data.positions import check_checksum, check_identity, whole_number, with_checksum
 from distca_hf.data.rows import Reading
-from distca_hf.data.stream_buffer import MOST_READERS, BufferPlace, StreamBuffer
+from distca_hf.data.stream_buffer import MOST_READERS, BufferPosition, StreamBuffer
 from distca_hf.data.streams import StreamSource
 from distca_hf.errors import ConfigError, PackingError, StepTimeoutError
 from distca_hf.parallel_context import shown_to_accelerate
@@ -67,7 +67,7 @@ class StreamLoader(BaseLoader):
 
     Raises:
         ConfigError: the buffer is too small, or the planner shapes steps.
-        PackingError: the stream's place cannot be saved.
+        PackingError: the stream's position cannot be saved.
     """
 
     def __init__(
@@ -123,18 +123,19 @@ class StreamLoader(BaseLoader):
 
     def restart(self) -> None:
         """Begins the stream anew at the next iteration."""
-        self._position = StreamPosition(BufferPlace.beginning(0, self._transport.world_size))
+        self._source.longest_tokens = self._planner.longest_tokens
+        self._position = StreamPosition(BufferPosition.beginning(0, self._transport.world_size))
 
     @property
     def pass_number(self) -> int:
         """Number of the current pass through the stream, counted from 0."""
-        return self._position.place.pass_number
+        return self._position.buffer.pass_number
 
     def state_dict(self) -> dict[str, object]:
         """Returns the position after the micro-batches handed out so far: numbers and text, the same on all ranks."""
         at = self._position
         numbers = {name: getattr(at, name) for name in OF_STEP}
-        return with_checksum({**self._identity(), **self._all_sizes, **numbers, **at.place.fields()}, 0)
+        return with_checksum({**self._identity(), **self._all_sizes, **numbers, **at.buffer.fields()}, 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue at a saved position. With another number of ranks or tokens the documents
@@ -143,16 +144,22 @@ class StreamLoader(BaseLoader):
         Raises:
             ConfigError: a field is missing, wrong or changed; or the state is from another stream or seed, or from the
                 middle of an optimizer step of other sizes; or each rank gives its own part of the stream, and the
-                number of ranks has changed.
+                number of ranks has changed; or documents were cut to more tokens than ranks hold now.
         """
-        num_readers = self._position.place.num_readers
+        num_readers = self._position.buffer.num_readers
         if isinstance(state, Mapping) and self._source.is_divided_here and "readers" in state:
-            num_readers = whole("readers", state.get("readers"), least=1, most=MOST_READERS)
-        check_identity(state, self._identity(num_readers))
-        place = BufferPlace.read(state, num_readers)
-        at = StreamPosition(place, **{name: whole(name, state.get(name)) for name in OF_STEP})
-        sizes = {name: whole(name, state.get(name), least=1) for name in self._all_sizes}
-        fields = {**self._identity(num_readers), **sizes, **dict.fromkeys(OF_STEP), **place.fields()}
+            num_readers = whole_number("readers", state.get("readers"), least=1, most=MOST_READERS)
+        identity = self._identity(num_readers)
+        longest_tokens = self._planner.longest_tokens
+        if isinstance(state, Mapping) and identity["cut_tokens"] and type(cut := state.get("cut_tokens")) is int:
+            # The rest of a pass is cut as its beginning was, for fewer ranks or tokens.
+            if 0 < cut <= longest_tokens or (cut and state.get("refills") == 0):
+                identity["cut_tokens"] = cut
+        check_identity(state, identity)
+        buffer = BufferPosition.read(state, num_readers)
+        at = StreamPosition(buffer, **{name: whole_number(name, state.get(name)) for name in OF_STEP})
+        sizes = {name: whole_number(name, state.get(name), least=1) for name in self._all_sizes}
+        fields = {**identity, **sizes, **dict.fromkeys(OF_STEP), **buffer.fields()}
         check_checksum(state, fields, 0)
         into_step = at.into_step + (sizes["micro_steps"] - at.step_batches if at.step_batches else 0)
         if into_step and sizes != self._all_sizes:
@@ -161,8 +168,8 @@ class StreamLoader(BaseLoader):
                 f"step, with {sizes}; this loader has {self._all_sizes}. Save at the end of a step, or resume with "
                 "the same sizes"
             )
-        if place.is_beginning:  # readers may still be as many as ranks
-            at = replace(at, place=BufferPlace.beginning(place.pass_number, self._transport.world_size))
+        if buffer.is_beginning:  # readers may still be as many as ranks
+            at = replace(at, buffer=BufferPosition.beginning(buffer.pass_number, self._transport.world_size))
         elif num_readers != self._transport.world_size:
             log.info(
                 "the stream goes on with its %d readers, dealt to %d ranks%s",
@@ -171,6 +178,9 @@ class StreamLoader(BaseLoader):
                 "; some ranks read nothing until the next pass" if num_readers < self._transport.world_size else "",
             )
         self._position = at
+        self._source.longest_tokens = longest_tokens
+        if identity["cut_tokens"] and not buffer.is_beginning:
+            self._source.longest_tokens = whole_number("cut_tokens", state["cut_tokens"])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yields micro-batches from the loader's position to the end of the pass, or without end if it repeats."""
@@ -184,14 +194,22 @@ class StreamLoader(BaseLoader):
         begin = self._position
         if not self._logged_division:
             self._logged_division = True
-            self._source.log_division(begin.place.num_readers)
+            self._source.log_division(begin.buffer.num_readers)
         settings = self._planner.capacity_tokens, self._buffer_tokens, self._seed, self._shuffle, self._planner.fits
+        # By the thread that trains: a rank that begins no pass is found out while the others wait for it.
+        facts = {
+            **shared_facts(self._planner.config),
+            **self._settings,
+            "position in the stream": begin.in_words(),
+            **self._source.facts(),
+        }
+        Agreement.start(self._transport, Occasion.BEGIN, begin.micro_batches, facts, {}).wait()
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         try:
             feed = StreamFeed(
-                *(self._source, begin, StreamBuffer(begin.place, *settings), self._reading_transport, self.preparer),
-                *(self._micro_steps, {**shared_facts(self._planner.config), **self._settings}),
+                *(self._source, begin, StreamBuffer(begin.buffer, *settings), self._reading_transport, self.preparer),
+                self._micro_steps,
             )
         except Exception:
             Agreement.announce_unable(self._transport, begin.micro_batches, Occasion.TAKE)
@@ -220,17 +238,18 @@ class StreamLoader(BaseLoader):
                 self._position = fed.after
                 self.end_of_dataloader = fed.is_last and not self._repeats
                 if fed.is_last:
-                    beginning = BufferPlace.beginning(begin.place.pass_number + 1, self._transport.world_size)
+                    beginning = BufferPosition.beginning(begin.buffer.pass_number + 1, self._transport.world_size)
                     owed = fed.owed if self._repeats else 0
+                    self._source.longest_tokens = self._planner.longest_tokens
                     self._position = StreamPosition(beginning, 0, fed.after.micro_batches, owed)
                 self.documents_truncated += fed.truncated
                 self._note_waiting(fed)
                 use = batch["distca_plan"].use
                 yield batch
             if self.writes_epochs and use is not None and use.trained:
-                log.info("%s", meter.read_alone(self).in_words(f"pass {begin.place.pass_number} of the stream"))
-        if use is None and begin.place.is_beginning:
-            number = begin.place.pass_number
+                log.info("%s", meter.read_alone(self).in_words(f"pass {begin.buffer.pass_number} of the stream"))
+        if use is None and begin.buffer.is_beginning:
+            number = begin.buffer.pass_number
             remedy = "Iterating over it again must begin it anew" if number else "Look at its filters, or at its files"
             raise PackingError(f"pass {number}: the stream gave no document. {remedy}")
 
@@ -242,7 +261,7 @@ class StreamLoader(BaseLoader):
     def _identity(self, num_readers: int | None = None) -> dict[str, object]:
         return {
             "version": STATE_VERSION,
-            **self._source.identity(num_readers or self._position.place.num_readers),
+            **self._source.identity(num_readers or self._position.buffer.num_readers),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "whole_documents": self._planner.whole_documents,

@@ -43,6 +43,7 @@ class Occasion(enum.IntEnum):
     EVALUATE = 9  # go on with an evaluation
     MOVE = 10  # move rows to where a model's layers compute them
     READ = 11  # read on in a stream, and send its tokens
+    BEGIN = 12  # begin a pass through a stream
 
 
 # Ranks that take a step together. A rank that is unable tells the ranks of the step that it should have taken.
@@ -57,6 +58,7 @@ SCOPE_OF = {
     Occasion.EVALUATE: Scope.GROUP,
     Occasion.MOVE: Scope.LAYERS,
     Occasion.READ: Scope.ROWS,
+    Occasion.BEGIN: Scope.GROUP,
 }
 
 # Bytes of text in one integer: gathers carry signed integers of 64 bits and nothing else.

@@ -100,10 +100,8 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: TokenSource,
         draws: of the documents that `rank` holds, if rows are drawn.
     """
     rows = int(layout.rank_rows[rank])
-    input_ids = np.full(rows, PADDING_TOKEN, dtype=np.int64)
-    position_ids = np.zeros(rows, dtype=np.int64)
-    labels = np.full(rows, IGNORED_LABEL, dtype=np.int64)
-    shift_labels = np.full(rows, IGNORED_LABEL, dtype=np.int64)
+    input_ids, position_ids, labels, shift_labels = (np.empty(rows, dtype=np.int64) for _ in range(4))
+    attention_mask = np.ones(rows, dtype=np.int64)
     inputs = {name: np.zeros(rows, dtype) for name, dtype in source.inputs.items()}
     row = 0
     for document, start, stop in layout.held_by(rank):
@@ -115,7 +113,9 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: TokenSource,
         shift_labels[at] = tokens.shift_labels
         for name, values in tokens.inputs.items():
             inputs[name][at] = values
-    attention_mask = (np.arange(rows) < max(row, 1)).astype(np.int64)
+    # Padding.
+    input_ids[row:], position_ids[row:], attention_mask[max(row, 1) :] = PADDING_TOKEN, 0, 0
+    labels[row:] = shift_labels[row:] = IGNORED_LABEL
     return RankRows(input_ids, position_ids, labels, shift_labels, attention_mask, inputs)
 
 

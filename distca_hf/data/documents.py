@@ -75,20 +75,20 @@ def tokens_of(values: Values, tokens: int, is_first: bool, reading: Reading, inp
         inputs: names of further inputs of the model.
     """
     input_ids = values["input_ids"]
-    # 1. Labels, except of tokens that are not learnt.
-    labels = values["labels" if "labels" in values else "input_ids"].copy()
+    # 1. Labels, except of tokens that are not learnt. If the document ends with the segment, one more follows.
+    labels = np.full(tokens + 1, IGNORED_LABEL, dtype=np.int64)
+    known = labels[: len(input_ids)]
+    known[:] = values["labels" if "labels" in values else "input_ids"]
     if follows_masks(reading, values):
         for mask in MASK_COLUMNS:
             if mask in values:
-                labels[values[mask] == 0] = IGNORED_LABEL
+                known[values[mask] == 0] = IGNORED_LABEL
     if reading.unlearnt_token is not None:
-        labels[input_ids == reading.unlearnt_token] = IGNORED_LABEL
+        known[input_ids == reading.unlearnt_token] = IGNORED_LABEL
     # 2. Labels shifted within the document: no token predicts its first one.
     if is_first:
         labels[0] = IGNORED_LABEL
-    shift_labels = np.full(tokens, IGNORED_LABEL, dtype=np.int64)
-    shift_labels[: len(labels) - 1] = labels[1:]
-    return Tokens(input_ids[:tokens], labels[:tokens], shift_labels, {name: values[name][:tokens] for name in inputs})
+    return Tokens(input_ids[:tokens], labels[:-1], labels[1:], {name: values[name][:tokens] for name in inputs})
 
 
 def check_values(values: Values, where: str, begin: int, origin: int, vocabulary_tokens: int | None) -> None:

@@ -57,19 +57,19 @@ class SavedPosition:
                 out of range; names it.
         """
         check_identity(state, identity)
-        numbers = {name: whole(name, state.get(name), least=1) for name in ("num_ranks", "micro_steps")}
-        numbers["epoch"] = whole("epoch", state.get("epoch"), most=MOST_EPOCHS)
-        numbers["micro_batch"] = whole("micro_batch", state.get("micro_batch"))
-        numbers["steps_from"] = whole("steps_from", state.get("steps_from"), most=numbers["micro_batch"])
-        capacity_tokens = whole("capacity_tokens", state.get("capacity_tokens"), least=longest_tokens)
-        parts = listed("taken", state.get("taken"))
+        numbers = {name: whole_number(name, state.get(name), least=1) for name in ("num_ranks", "micro_steps")}
+        numbers["epoch"] = whole_number("epoch", state.get("epoch"), most=MOST_EPOCHS)
+        numbers["micro_batch"] = whole_number("micro_batch", state.get("micro_batch"))
+        numbers["steps_from"] = whole_number("steps_from", state.get("steps_from"), most=numbers["micro_batch"])
+        capacity_tokens = whole_number("capacity_tokens", state.get("capacity_tokens"), least=longest_tokens)
+        parts = list_field("taken", state.get("taken"))
         taken = []
         for part in parts:
             if not isinstance(part, list | tuple) or len(part) != 2:
-                refuse("taken", parts, "pairs of tokens and micro-batches")
-            taken.append((whole("taken", part[0], least=longest_tokens), whole("taken", part[1])))
-        stages = listed("pipeline", state.get("pipeline"))
-        pipeline = tuple(whole("pipeline", number, least=1) for number in stages)
+                refuse_field("taken", parts, "pairs of tokens and micro-batches")
+            taken.append((whole_number("taken", part[0], least=longest_tokens), whole_number("taken", part[1])))
+        stages = list_field("pipeline", state.get("pipeline"))
+        pipeline = tuple(whole_number("pipeline", number, least=1) for number in stages)
         return cls(capacity_tokens=capacity_tokens, taken=tuple(taken), pipeline=pipeline, **numbers)
 
     @property
@@ -187,21 +187,21 @@ def sum_of_documents(documents: IntArray) -> int:
     return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
 
 
-def whole(name: str, value: object, least: int = 0, most: int = MOST) -> int:
+def whole_number(name: str, value: object, least: int = 0, most: int = MOST) -> int:
     """Returns a field that must be a whole number of this range; refuses another by name."""
     if type(value) is not int or not least <= value <= most:
-        refuse(name, value, f"whole numbers from {least} to {most}")
+        refuse_field(name, value, f"whole numbers from {least} to {most}")
     return value
 
 
-def listed(name: str, value: object, most: int = MOST_PARTS) -> list[Any] | tuple[Any, ...]:
+def list_field(name: str, value: object, most: int = MOST_PARTS) -> list[Any] | tuple[Any, ...]:
     """Returns a field that must be a list of at most this many; refuses another by name."""
     if not isinstance(value, list | tuple) or len(value) > most:
-        refuse(name, value, f"a list of at most {most}")
+        refuse_field(name, value, f"a list of at most {most}")
     return value
 
 
-def refuse(name: str, value: object, wanted: str) -> NoReturn:
+def refuse_field(name: str, value: object, wanted: str) -> NoReturn:
     """Raises the error of a field with a wrong value."""
     raise ConfigError(f"the saved loader position has {name}={_shown(value)}; expected {wanted}")
 

@@ -1,11 +1,11 @@
-"""Readers: each reads its part of a stream in order, and knows its exact place.
+"""Readers: each reads its part of a stream in order, and knows its exact position.
 
-A *snapshot* is the `state_dict` of the stream between two rows. To resume at a place, a reader loads a snapshot before
-it and reads some rows again. If a stream loses rows when its state is loaded (a shuffle buffer), its only snapshot is
-the beginning.
+A *snapshot* is the `state_dict` of the stream between two rows. To resume at a position, a reader loads a snapshot
+before it and reads some rows again. If a stream loses rows when its state is loaded (a shuffle buffer), its only
+snapshot is the beginning.
 
     snapshot        snapshot     snapshot
-    | d0 d1 d2 d3   | d4 d5 d6   | d7 d8 d9     d5 and d8 are not trained yet: the place is the second snapshot, and
+    | d0 d1 d2 d3   | d4 d5 d6   | d7 d8 d9     d5 and d8 are not trained yet: the position is the second snapshot, and
                                                 six documents read after it
 """
 
@@ -13,19 +13,20 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from distca_hf.arrays import IntArray, exclusive_cumsum
 from distca_hf.data.documents import Tokens, check_values, fit_documents, follows_masks, tokens_of
 from distca_hf.data.drawn_rows import generators_left_alone, in_words, inputs_of, random_states, values_of
-from distca_hf.data.rows import MASK_COLUMNS
+from distca_hf.data.rows import MASK_COLUMNS, Values, row_of
 from distca_hf.data.streams import StreamSource
 from distca_hf.errors import ConfigError, PackingError
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
 log = get_logger(__name__)
@@ -36,7 +37,7 @@ MOST_BAD_ROWS = 100
 
 @dataclass(frozen=True, eq=False)
 class StreamDocument:
-    """A document, with a checksum (63 bits) of its tokens, labels and inputs."""
+    """A document, with a checksum (63 bits) of its columns."""
 
     tokens: Tokens
     checksum: int
@@ -66,8 +67,8 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class ReaderPlace:
-    """The place of a reader: a snapshot, and what it has read.
+class ReaderPosition:
+    """The position of a reader: a snapshot, and what it has read.
 
     Attributes:
         snapshot: the latest one before all documents that are still needed.
@@ -87,7 +88,7 @@ class StreamReader:
         number: number of this reader.
         num_readers: number of all readers.
         pass_number: number of the pass through the stream, counted from 0.
-        place: where it begins.
+        position: where it begins.
 
     Attributes:
         documents: read in this pass.
@@ -102,20 +103,25 @@ class StreamReader:
     """
 
     def __init__(
-        self, source: StreamSource, number: int, num_readers: int, pass_number: int, place: ReaderPlace = ReaderPlace()
+        self,
+        source: StreamSource,
+        number: int,
+        num_readers: int,
+        pass_number: int,
+        position: ReaderPosition = ReaderPosition(),
     ) -> None:
         self._source, self._name = source, f"reader {number} of {num_readers}"
-        self._place = place
-        self.documents, self._rows = place.snapshot.documents, place.snapshot.rows
-        self.snapshot, self.has_ended = place.snapshot, False
+        self._position = position
+        self.documents, self._rows = position.snapshot.documents, position.snapshot.rows
+        self.snapshot, self.has_ended = position.snapshot, False
         self.inputs: Mapping[str, np.dtype[Any]] | None = None
         self.seconds, self.truncated = 0.0, 0
         self._learnt: list[str] | None = None  # columns that say which tokens are learnt
         self._bad_rows = 0  # since the last good one
         with generators_left_alone():  # loaders with workers draw a seed for them
             self._part = source.part(number, num_readers, pass_number)
-            if place.snapshot.state:
-                self._part.load_state_dict(json.loads(place.snapshot.state))
+            if position.snapshot.state:
+                self._part.load_state_dict(json.loads(position.snapshot.state))
             self._iterator = iter(self._part)
             before = _digest(random_states())
             self._first = self._next()
@@ -126,21 +132,30 @@ class StreamReader:
                     "generator, seeded by the row (stream.map(..., with_indices=True)), or in worker processes (a "
                     "StatefulDataLoader of torchdata)"
                 )
+        if self.has_ended and position == ReaderPosition() and source.has_given_rows:
+            log.warning(
+                "%s gives no row in pass %d, and gave some before, which are not trained again. Iterating over the "
+                "stream again must begin it anew",
+                *(self._name, pass_number),
+                extra=OF_THIS_RANK,
+            )
+        source.has_given_rows |= not self.has_ended
 
     def read_again(self) -> list[StreamDocument]:
-        """Reads the documents between the snapshot and the place.
+        """Reads the documents between the snapshot and the position.
 
         Raises:
             ConfigError: the stream was changed, and has others.
         """
         found: list[StreamDocument] = []
-        while self.documents < self._place.documents and not self.has_ended:
+        while self.documents < self._position.documents and not self.has_ended:
             found += self._read_row()
-        if self.documents != self._place.documents:
+        if self.documents != self._position.documents:
+            ends = "ends" if self.has_ended else "has a row that goes on"
             raise ConfigError(
-                f"{self._name} had read {self._place.documents} documents when the position was saved, and its part "
-                f"of the stream now {'ends' if self.has_ended else 'has a row that goes on'} at {self.documents}: the "
-                "stream was changed. Give it the shards that it had"
+                f"{self._name} had read {self._position.documents} documents when the position was saved, and its "
+                f"part of the stream now {ends} at {self.documents}: the stream was changed. Give it the shards that "
+                "it had"
             )
         return found
 
@@ -151,7 +166,7 @@ class StreamReader:
             of_row = self._read_row()
             found += of_row
             tokens -= sum(map(len, of_row))
-        if not self.has_ended and self._rows > self.snapshot.rows and self._source.keeps_place:
+        if not self.has_ended and self._rows > self.snapshot.rows and self._source.saves_position:
             self.snapshot = Snapshot(self.documents, self._rows, self._state())
         return found
 
@@ -178,6 +193,8 @@ class StreamReader:
             raise
         self.seconds += time.perf_counter() - began
         self.has_ended = row is None
+        if isinstance(row, pa.Table):
+            row = row_of(row)
         if row is not None and not isinstance(row, Mapping):
             raise PackingError(
                 f"{self._name}, row {self._rows}: the stream gives a {type(row).__name__}, and a row is a mapping "
@@ -235,24 +252,35 @@ class StreamReader:
                 f"{where}the columns of what is learnt are {learnt}, and {self._learnt} before: give every row the "
                 "same. All tokens of a row are learnt if its labels are its input_ids"
             )
-        packed = shown.get("seq_lengths")
+        # 2. Whole documents, or parts of those that are too long.
+        found = []
+        for begin, start, stop in self._parts(shown.get("seq_lengths"), tokens, where):
+            segment = {name: column[start:stop] for name, column in values.items()}
+            check_values(segment, where, start, begin, reading.vocabulary_tokens)
+            whole = tokens_of(segment, stop - start, True, reading, inputs)
+            found.append(StreamDocument(whole, _checksum(segment)))
+        return found
+
+    def _parts(self, packed: Any, tokens: int, where: str) -> Iterable[tuple[int, int, int]]:
+        """Returns, for each part of the documents of a row, where its document begins in the row, its first token,
+        and its end.
+
+        Args:
+            packed: lengths of the documents; None if the row is one.
+            tokens: of the row.
+        """
+        if packed is None and tokens <= self._source.longest_tokens:
+            return [(0, 0, tokens)]
         lengths = np.atleast_1d(np.array(tokens if packed is None else packed))
         if lengths.dtype.kind not in "iu" or lengths.ndim != 1:
             raise PackingError(f"{where}seq_lengths are {packed!r}, and must be a list of lengths of documents")
         lengths = lengths.astype(np.int64)
         if lengths.sum() != tokens or (lengths < 1).any():
             raise PackingError(f"{where}seq_lengths are {lengths.tolist()}, and the row has {tokens} tokens")
-        # 2. Whole documents, or parts of those that are too long.
-        origins = exclusive_cumsum(lengths)
         document, first, kept = self._fit(lengths, where)
-        found = []
-        for of, begin, length in zip(document.tolist(), first.tolist(), kept.tolist(), strict=True):
-            start = int(origins[of]) + begin
-            segment = {name: column[start : start + length] for name, column in values.items()}
-            check_values(segment, where, start, int(origins[of]), reading.vocabulary_tokens)
-            whole = tokens_of(segment, length, True, reading, inputs)
-            found.append(StreamDocument(whole, _checksum(whole)))
-        return found
+        begins = exclusive_cumsum(lengths)[document]
+        starts = begins + first
+        return zip(begins.tolist(), starts.tolist(), (starts + kept).tolist(), strict=True)
 
     def _fit(self, lengths: IntArray, where: str) -> tuple[IntArray, IntArray, IntArray]:
         """Returns document, first token and length of each part of a row's documents."""
@@ -273,12 +301,13 @@ class StreamReader:
         return fit_documents(lengths, most, self._source.overlong)
 
 
-def _checksum(tokens: Tokens) -> int:
-    """Returns a checksum (63 bits) of tokens, labels and inputs. Shifted labels follow from labels."""
-    of_tokens, of_labels = (zlib.crc32(ids.astype("<i4").data) for ids in (tokens.input_ids, tokens.labels))
-    for _, values in sorted(tokens.inputs.items()):
-        of_labels = zlib.crc32(np.ascontiguousarray(values).data, of_labels)
-    return (of_tokens << 32 | of_labels) >> 1
+def _checksum(values: Values) -> int:
+    """Returns a checksum (63 bits) of all columns of a document. What is learnt follows from them."""
+    of_tokens = of_others = zlib.crc32(values["input_ids"].astype("<i4").data)
+    for name, column in sorted(values.items()):
+        if name != "input_ids":
+            of_others = zlib.crc32(np.ascontiguousarray(column).data, of_others)
+    return (of_tokens << 32 | of_others) >> 1
 
 
 def _digest(states: Mapping[str, Any]) -> str:

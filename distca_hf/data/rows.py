@@ -249,6 +249,17 @@ class ArrowColumn:
         return values.to_numpy(zero_copy_only=False).astype(self.dtype)
 
 
+def row_of(table: pa.Table) -> dict[str, Any]:
+    """Returns the only row of a table. Lists of numbers are arrays, so that no number becomes a Python object."""
+    row: dict[str, Any] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        value = column[0]
+        values = value.values if isinstance(value, pa.ListScalar) else None
+        numbers = None if values is None or values.null_count else values.to_numpy(zero_copy_only=False)
+        row[name] = value.as_py() if numbers is None or numbers.dtype.kind not in "iufb" else numbers
+    return row
+
+
 # Refusal of a column of labels with one number per row.
 ONE_PER_ROW = (
     "holds one label per row, as for classifying texts; placed batches train a language model. Leave tokens_per_rank "

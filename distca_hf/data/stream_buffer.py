@@ -18,14 +18,14 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, ceil_div, offsets
 from distca_hf.data.epochs import Epoch, Fits, choose_full, pack_evenly
-from distca_hf.data.positions import MOST_EPOCHS, listed, refuse, whole
-from distca_hf.data.readers import ReaderPlace, Snapshot
+from distca_hf.data.positions import MOST_EPOCHS, list_field, refuse_field, whole_number
+from distca_hf.data.readers import ReaderPosition, Snapshot
 from distca_hf.errors import ConfigError
 
 
 # A document is known by its reader and its number in this reader's pass, as one integer.
 NUMBER_BITS = 40
-# Most readers and documents in a saved place.
+# Most readers and documents in a saved position.
 MOST_READERS, MOST_DOCUMENTS = 1 << 20, 1 << 28
 NO_DOCUMENTS: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -51,7 +51,7 @@ class NewDocuments:
 
 
 @dataclass(frozen=True, eq=False)
-class BufferPlace:
+class BufferPosition:
     """All that a buffer depends on, at the end of an optimizer step.
 
     Attributes:
@@ -64,14 +64,14 @@ class BufferPlace:
 
     pass_number: int
     refills: int
-    readers: tuple[ReaderPlace, ...]
+    readers: tuple[ReaderPosition, ...]
     keys: IntArray
     checksum: int
 
     @classmethod
     def beginning(cls, pass_number: int, num_readers: int) -> Self:
-        """Returns the place before the first document of a pass."""
-        return cls(pass_number, 0, (ReaderPlace(),) * num_readers, NO_DOCUMENTS, 0)
+        """Returns the position before the first document of a pass."""
+        return cls(pass_number, 0, (ReaderPosition(),) * num_readers, NO_DOCUMENTS, 0)
 
     @property
     def num_readers(self) -> int:
@@ -82,7 +82,7 @@ class BufferPlace:
         return self.refills == 0
 
     def fields(self) -> dict[str, object]:
-        """Returns the place as lists of numbers and text."""
+        """Returns the position as lists of numbers and text."""
         readers = [
             [one.snapshot.documents, one.snapshot.rows, one.snapshot.state, one.documents, int(one.has_ended)]
             for one in self.readers
@@ -90,7 +90,7 @@ class BufferPlace:
         return {
             "pass": self.pass_number,
             "refills": self.refills,
-            "places": readers,
+            "positions": readers,
             "documents": self.keys.tolist(),
             "contents": self.checksum,
         }
@@ -102,30 +102,32 @@ class BufferPlace:
         Raises:
             ConfigError: a field is missing, has the wrong type or is out of range; names it.
         """
-        places = listed("places", state.get("places"), MOST_READERS)
+        positions = list_field("positions", state.get("positions"), MOST_READERS)
         readers = []
-        for place in places:
-            if not isinstance(place, list | tuple) or len(place) != 5 or not isinstance(place[2], str):
-                refuse("places", place, "documents, rows, a state, documents and 0 or 1")
-            first, rows, documents, ended = (whole("places", place[at]) for at in (0, 1, 3, 4))
+        for position in positions:
+            if not isinstance(position, list | tuple) or len(position) != 5 or not isinstance(position[2], str):
+                refuse_field("positions", position, "documents, rows, a state, documents and 0 or 1")
+            first, rows, documents, ended = (whole_number("positions", position[at]) for at in (0, 1, 3, 4))
             if documents < first or ended > 1:
-                refuse("places", place, "documents, rows, a state, documents after these and 0 or 1")
-            readers.append(ReaderPlace(Snapshot(first, rows, place[2]), documents, bool(ended)))
+                refuse_field("positions", position, "documents, rows, a state, documents after these and 0 or 1")
+            readers.append(ReaderPosition(Snapshot(first, rows, position[2]), documents, bool(ended)))
         if len(readers) != num_readers:
-            refuse("places", places, f"a place of each of {num_readers} readers")
-        keys = [whole("documents", key) for key in listed("documents", state.get("documents"), MOST_DOCUMENTS)]
+            refuse_field("positions", positions, f"a position of each of {num_readers} readers")
+        keys = [
+            whole_number("documents", key) for key in list_field("documents", state.get("documents"), MOST_DOCUMENTS)
+        ]
         for key in keys:
             reader, number = key >> NUMBER_BITS, key & ((1 << NUMBER_BITS) - 1)
             if reader >= num_readers or not readers[reader].snapshot.documents <= number < readers[reader].documents:
-                refuse("documents", key, f"documents that {num_readers} readers have read since their snapshots")
+                refuse_field("documents", key, f"documents that {num_readers} readers have read since their snapshots")
         if len(set(keys)) < len(keys):
-            refuse("documents", keys, "each document once")
+            refuse_field("documents", keys, "each document once")
         return cls(
-            whole("pass", state.get("pass"), most=MOST_EPOCHS),
-            whole("refills", state.get("refills")),
+            whole_number("pass", state.get("pass"), most=MOST_EPOCHS),
+            whole_number("refills", state.get("refills")),
             tuple(readers),
             np.array(keys, dtype=np.int64),
-            whole("contents", state.get("contents")),
+            whole_number("contents", state.get("contents")),
         )
 
 
@@ -135,7 +137,7 @@ class StepDocuments:
 
     Attributes:
         keys, tokens, checksums: `[documents]`.
-        packed: micro-batches, with places in these arrays.
+        packed: micro-batches, with indices in these arrays.
     """
 
     keys: IntArray
@@ -148,7 +150,7 @@ class StreamBuffer:
     """Documents that are known and not yet in a micro-batch.
 
     Args:
-        place: where it begins.
+        position: where it begins.
         capacity_tokens: most tokens of a micro-batch.
         buffer_tokens: readers read until the buffer holds so many tokens.
         seed, shuffle: decide the order of new documents; without shuffling, readers alternate.
@@ -157,20 +159,20 @@ class StreamBuffer:
 
     def __init__(
         self,
-        place: BufferPlace,
+        position: BufferPosition,
         capacity_tokens: int,
         buffer_tokens: int,
         seed: int = 0,
         shuffle: bool = True,
         fits: Fits | None = None,
     ) -> None:
-        self._start = place
+        self._start = position
         self._capacity_tokens, self._buffer_tokens = capacity_tokens, buffer_tokens
         self._seed, self._shuffle, self._fits = seed, shuffle, fits
-        self._pass, self._refills = place.pass_number, place.refills
-        self._snapshots = [[reader.snapshot] for reader in place.readers]
-        self._read = [reader.documents for reader in place.readers]
-        self._ended = [reader.has_ended for reader in place.readers]
+        self._pass, self._refills = position.pass_number, position.refills
+        self._snapshots = [[reader.snapshot] for reader in position.readers]
+        self._read = [reader.documents for reader in position.readers]
+        self._ended = [reader.has_ended for reader in position.readers]
         self._keys = self._tokens = self._checksums = NO_DOCUMENTS
 
     @property
@@ -197,14 +199,14 @@ class StreamBuffer:
         return self._read[reader]
 
     def restore(self, read_again: Sequence[NewDocuments]) -> None:
-        """Takes the documents that each reader read since its snapshot; keeps those that its place names.
+        """Takes the documents that each reader read since its snapshot; keeps those that its position names.
 
         Raises:
             ConfigError: the stream has other documents now.
         """
         keys = [
-            keys_of(number, place.snapshot.documents, len(read.tokens))
-            for number, (place, read) in enumerate(zip(self._start.readers, read_again, strict=True))
+            keys_of(number, position.snapshot.documents, len(read.tokens))
+            for number, (position, read) in enumerate(zip(self._start.readers, read_again, strict=True))
         ]
         found, wanted = np.concatenate(keys), self._start.keys
         at = np.searchsorted(found, wanted)  # keys rise with reader and number
@@ -253,9 +255,9 @@ class StreamBuffer:
             chosen = [packed.documents[start:stop] for start, stop in pairwise(borders)]
         else:
             for _ in range(micro_steps):
-                places = choose_full(self._tokens[left], self._capacity_tokens, self._fits, not self._shuffle)
-                chosen.append(left[places])
-                left = np.delete(left, places)
+                found = choose_full(self._tokens[left], self._capacity_tokens, self._fits, not self._shuffle)
+                chosen.append(left[found])
+                left = np.delete(left, found)
         taken = np.concatenate(chosen)
         packed = Epoch(np.arange(len(taken)), offsets(np.array([len(one) for one in chosen], dtype=np.int64)))
         step = StepDocuments(self._keys[taken], self._tokens[taken], self._checksums[taken], packed)
@@ -265,8 +267,8 @@ class StreamBuffer:
         self._checksums = self._checksums[kept]
         return step
 
-    def place(self) -> BufferPlace:
-        """Returns the current place, and drops snapshots that no document needs any more."""
+    def position(self) -> BufferPosition:
+        """Returns the current position, and drops snapshots that no document needs any more."""
         num_readers = len(self._read)
         oldest = np.array(self._read, dtype=np.int64)
         reader, number = self._keys >> NUMBER_BITS, self._keys & ((1 << NUMBER_BITS) - 1)
@@ -275,9 +277,9 @@ class StreamBuffer:
             snapshots = self._snapshots[one]
             del snapshots[: bisect_right(snapshots, first, key=lambda snapshot: snapshot.documents) - 1]
         readers = tuple(
-            ReaderPlace(self._snapshots[one][0], self._read[one], self._ended[one]) for one in range(num_readers)
+            ReaderPosition(self._snapshots[one][0], self._read[one], self._ended[one]) for one in range(num_readers)
         )
-        return BufferPlace(self._pass, self._refills, readers, self._keys, self._checksum())
+        return BufferPosition(self._pass, self._refills, readers, self._keys, self._checksum())
 
     def _checksum(self) -> int:
         """Returns a checksum of 62 bits of the documents in this order."""

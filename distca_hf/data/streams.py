@@ -9,11 +9,14 @@ reader and number.
 """
 
 import inspect
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
+import numpy as np
+
 from distca_hf.config import OverlongPolicy
-from distca_hf.data.rows import Reading
+from distca_hf.data.rows import Reading, is_media
 from distca_hf.errors import PackingError
 from distca_hf.telemetry import get_logger
 
@@ -21,18 +24,20 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 # Versions of datasets whose streams begin anew when they are resumed a second time (datasets#8308).
-LOSE_THEIR_PLACE = ("5.0.0",)
+LOSE_POSITION = ("5.0.0",)
+# Characters of a fact that ranks compare.
+LONGEST_FACT = 120
 # Part of `datasets` that forgets the rows that it holds when its state is loaded.
 SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
 
 
 class Stream(Protocol):
-    """Rows in an order, and the place in it. Rows are mappings with `input_ids`."""
+    """Rows in an order, and the position in it. Rows are mappings with `input_ids`."""
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place after the latest row."""
+        """Returns the position after the latest row."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -52,15 +57,15 @@ def _has_state(dataset: object) -> TypeGuard[Stream]:
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def check_saves_place(stream: object) -> None:
-    """Checks that the place of a stream can be saved.
+def check_saves_position(stream: object) -> None:
+    """Checks that the position of a stream can be saved.
 
     Raises:
         PackingError: it cannot; says what to do.
     """
     if not _has_state(stream):
         raise PackingError(
-            f"{type(stream).__name__} is a stream whose place cannot be saved: it has no state_dict and "
+            f"{type(stream).__name__} is a stream whose position cannot be saved: it has no state_dict and "
             "load_state_dict, so a resumed training would not know its documents. Give a datasets.IterableDataset, or "
             "torchdata's StatefulDataLoader; or leave tokens_per_rank out, and train on your own batches"
         )
@@ -79,8 +84,11 @@ class StreamSource:
         shuffle: whether each pass asks the stream for another order (`set_epoch`).
         skips_bad_rows: whether rows that cannot be trained on are left out, with a warning each.
 
+    Attributes:
+        has_given_rows: whether this rank has read a row so far.
+
     Raises:
-        PackingError: its place cannot be saved, or it was already divided; says what to do.
+        PackingError: its position cannot be saved, or it was already divided; says what to do.
     """
 
     def __init__(
@@ -95,13 +103,14 @@ class StreamSource:
     ) -> None:
         import datasets
 
-        check_saves_place(stream)
+        check_saves_position(stream)
         self.is_divided_here = isinstance(stream, datasets.IterableDataset)
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
         self._stream, self._shuffle = stream, shuffle
+        self.has_given_rows = self._reads_tables = False
         if isinstance(stream, datasets.IterableDataset):
-            if datasets.__version__ in LOSE_THEIR_PLACE:
+            if datasets.__version__ in LOSE_POSITION:
                 raise PackingError(
                     f"streams of datasets {datasets.__version__} begin anew when they are resumed a second time "
                     "(datasets#8308); pip install --upgrade datasets"
@@ -111,12 +120,15 @@ class StreamSource:
                     "the stream is already divided between ranks (split_dataset_by_node); give the whole stream to "
                     "all ranks, and distca_hf divides it"
                 )
-        self.keeps_place = not _has_buffer(getattr(stream, "_ex_iterable", None))
-        if not self.keeps_place:
+            # Python decodes images and sound, for which columns are known.
+            decoded = any(is_media("", feature) for feature in (stream.features or {}).values())
+            self._reads_tables = stream._ex_iterable.iter_arrow is not None and not decoded
+        self.saves_position = not _has_buffer(getattr(stream, "_ex_iterable", None))
+        if not self.saves_position:
             log.info("the stream has a shuffle buffer: a resumed training reads it from the beginning of its pass")
 
     def identity(self, num_readers: int) -> dict[str, object]:
-        """Returns facts of the stream that a saved place depends on."""
+        """Returns facts of the stream that a saved position depends on."""
         stream: Any = self._stream
         return {
             "stream": type(stream).__name__,
@@ -126,6 +138,15 @@ class StreamSource:
             "cut_tokens": 0 if self.overlong == "error" else self.longest_tokens,
             "skips_bad_rows": self.skips_bad_rows,
         }
+
+    def facts(self) -> dict[str, str]:
+        """Returns what is known of the rows without reading them, by name; must be the same on all ranks that are
+        given the whole stream."""
+        if not self.is_divided_here:
+            return {}
+        stream: Any = self._stream
+        steps = {f"step {number} of the stream": text for number, text in enumerate(_steps_of(stream._ex_iterable))}
+        return steps if self._shuffle else {"epoch of the stream": str(stream.epoch), **steps}
 
     def log_division(self, num_readers: int) -> None:
         """Warns if there are too few shards, so that each reader reads all of them."""
@@ -153,14 +174,55 @@ class StreamSource:
             uneven = self._strategy(num_readers) == "shards" and part.num_shards % num_readers
             how = {"strategy": "shards"} if uneven else {}
             part = split_dataset_by_node(part, rank=reader, world_size=num_readers, **how)
+        if self._reads_tables:
+            part = part.with_format("arrow")
         if self._shuffle and hasattr(part, "set_epoch"):
             part.set_epoch(pass_number)
         return part
+
+
+def _steps_of(part: Any) -> Iterator[str]:
+    """Yields a text for each step that makes the rows of a stream of `datasets`, the first one last."""
+    values = {name: value for name, value in vars(part).items() if not name.startswith(("_", "token"))}
+    values |= values.pop("kwargs", {})
+    texts = [f"{name}={text}" for name, value in values.items() if (text := _text_of(value))]
+    text = f"{type(part).__name__}({', '.join(texts)})"
+    yield text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]}... ({_checksum(text)})"
+    for inner in _inner(part):
+        yield from _steps_of(inner)
+
+
+def _text_of(value: Any) -> str:
+    """Returns a text that is the same on every rank for the same value; empty if that cannot be known."""
+    import datasets
+
+    if isinstance(value, str):  # folders of a file, and signatures of an address, may differ
+        return value.partition("?")[0].rpartition("/")[2]
+    if isinstance(value, bool | int | float):
+        return "" if value is False else str(value)
+    if isinstance(value, np.random.Generator):
+        return _checksum(value.bit_generator.state)
+    if isinstance(value, Mapping):  # may hold passwords
+        return _checksum({name: _text_of(one) for name, one in value.items()}) if value else ""
+    if isinstance(value, list | tuple):
+        return ", ".join(filter(None, map(_text_of, value)))
+    if isinstance(value, datasets.Dataset):
+        return f"{len(value)} rows that begin with {_checksum(value.with_format('arrow')[:1].to_pylist())}"
+    return str(getattr(value, "__qualname__", ""))
+
+
+def _checksum(value: object) -> str:
+    return f"checksum {zlib.crc32(str(value).encode()):08x}"
+
+
+def _inner(part: Any) -> list[Any]:
+    """Returns the steps that a step of a stream of `datasets` reads from."""
+    steps = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    return [one for one in steps if one is not None]
 
 
 def _has_buffer(part: object) -> bool:
     """Returns whether a stream of `datasets` has a shuffle buffer."""
     if type(part).__name__ == SHUFFLE_BUFFER:
         return True
-    inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
-    return any(_has_buffer(one) for one in inner if one is not None)
+    return any(map(_has_buffer, _inner(part)))

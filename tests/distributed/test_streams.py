@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import load_dataset
 from torch.distributed.device_mesh import init_device_mesh
 
 import distca_hf
@@ -20,14 +21,15 @@ from distca_hf.batches.stream_loader import StreamLoader
 from distca_hf.config import Timeouts
 from distca_hf.data.rows import Reading
 from distca_hf.errors import ConfigError
+from support.apart import hurry
 from support.ranks import run_ranks, start_ranks
 from support.streams import Rows, all_tokens, numbered, numbered_stream, tokens_in
 
 
 DOCUMENTS = 500
 TOKENS_PER_RANK = 48
-# Every pair of numbers of ranks from 1 to 4, one after the other.
-WORLDS = (1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1)
+# Numbers of ranks, one after the other. `tests/property/test_stream_resume.py` has every pair.
+WORLDS = (3, 1, 4, 2, 3)
 State = dict[str, Any]
 
 
@@ -55,9 +57,8 @@ def _part(state: State | None, steps: int | None, micro_steps: int, shards: int)
 def test_every_document_comes_once_on_any_numbers_of_ranks(micro_steps: int, shards: int, tmp_path: Path) -> None:
     seen: Counter[int] = Counter()
     state: State | None = None
-    worlds = WORLDS if micro_steps == 1 and shards > 1 else (3, 1, 4, 2, 3)
-    for run, world in enumerate(worlds):
-        steps = 1 if run + 1 < len(worlds) else None
+    for run, world in enumerate(WORLDS):
+        steps = 1 if run + 1 < len(WORLDS) else None
         parts = run_ranks(world, _part, tmp_path / str(run), state, steps, micro_steps, shards)
         for tokens, _ in parts:
             seen += tokens
@@ -193,9 +194,11 @@ def _bad_row() -> None:
 def _missing_shard() -> None:
     class Missing(Rows):
         def __iter__(self) -> Any:
-            raise FileNotFoundError("shard-7.parquet")
+            if torch.distributed.get_rank() == 1:
+                raise FileNotFoundError("shard-7.parquet")
+            return super().__iter__()
 
-    list(_loader((Missing if torch.distributed.get_rank() == 1 else Rows)([{"input_ids": [3]}])))
+    list(_loader(Missing([{"input_ids": [3]}])))
 
 
 def _waits_for_ever() -> None:
@@ -264,6 +267,100 @@ def test_settings_that_differ_are_told_before_tokens_are_sent(
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     for rank, outcome in enumerate(outcomes):
         assert re.search(rf"PlanMismatchError: rank {rank}, micro-batch 0: ranks disagree, .*{told}", outcome.output)
+
+
+def _other_rows(kind: str, folder: Path) -> None:
+    """Reads a stream that has other rows on rank 1, in equal shards and columns."""
+    rank = torch.distributed.get_rank()
+    if kind == "files":
+        files = [folder / f"{name}.jsonl" for name in ("a", "b" if rank == 0 else "c")]
+        for file in files:
+            file.write_text(json.dumps({"input_ids": [1, 2, 3]}) + "\n")
+        stream = load_dataset("json", data_files=[*map(str, files)], split="train", streaming=True)
+    else:
+        stream = numbered_stream()
+        stream = stream.shuffle(seed=5 + rank) if kind == "seed" else stream.filter(_odd if rank else _even)
+    list(_loader(stream))
+
+
+def _odd(row: dict[str, Any]) -> bool:
+    return bool(row["input_ids"][0] % 2)
+
+
+def _even(row: dict[str, Any]) -> bool:
+    return not _odd(row)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("seed", r"generator=checksum \w{8}\) on rank 0, .*generator=checksum \w{8}\) on rank 1"),
+        ("files", r"base_files=a\.jsonl, b\.jsonl.* on rank 0, .*base_files=a\.jsonl, c\.jsonl.* on rank 1"),
+        ("filter", r"mask_function=_even.* on rank 0, .*mask_function=_odd.* on rank 1"),
+    ],
+)
+def test_streams_of_other_rows_are_refused(kind: str, told: str, tmp_path: Path) -> None:
+    outcomes = start_ranks(2, partial(_other_rows, kind, tmp_path), tmp_path / "ranks")
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    for rank, outcome in enumerate(outcomes):
+        assert re.search(
+            rf"PlanMismatchError: rank {rank}, micro-batch 0: ranks disagree, .*step \d of the stream is .*{told}",
+            outcome.output,
+        )
+
+
+def _a_pass_more(goes_on_with: str) -> None:
+    """Rank 1 begins a second pass, and rank 0 does something else. No deadline may pass meanwhile."""
+    hurry()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=64, timeouts=Timeouts(agreement_seconds=3600.0))
+    loader, other = (plugin.dataloader(numbered_stream(), device="cpu") for _ in range(2))
+    list(loader)
+    if torch.distributed.get_rank() == 1:
+        list(loader)
+    elif goes_on_with == "another loader":
+        list(other)
+    else:
+        torch.distributed.barrier()
+
+
+@pytest.mark.parametrize(
+    ("goes_on_with", "told"),
+    [
+        ("another loader", r"their next step is begin micro-batch 0 on rank 0, begin micro-batch \d+ on rank 1"),
+        ("a barrier", r"ranks wait for each other at different places: .*agreement to begin on rank 1"),
+    ],
+)
+def test_a_rank_that_reads_a_pass_more_is_named_before_any_deadline(
+    goes_on_with: str, told: str, tmp_path: Path
+) -> None:
+    outcomes = start_ranks(2, partial(_a_pass_more, goes_on_with), tmp_path)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert re.search(told, outcomes[1].output)
+
+
+def _ends_at_once_in_its_second_pass() -> list[Counter[int]]:
+    rank = torch.distributed.get_rank()
+
+    class Once(Rows):
+        def __iter__(self) -> Any:
+            self._begin = self.at * rank
+            return super().__iter__()
+
+    numbers = range(20) if rank else range(20, 40)
+    loader = _loader(Once([{"input_ids": numbered(number)} for number in numbers]))
+    return [sum(map(tokens_in, loader), Counter()) for _ in range(2)]
+
+
+def test_a_part_that_ends_at_once_in_its_second_pass_is_told(tmp_path: Path) -> None:
+    ranks = run_ranks(2, _ends_at_once_in_its_second_pass, tmp_path)
+
+    first, second = (sum(of_pass, Counter()) for of_pass in zip(*ranks, strict=True))
+    assert first == all_tokens(40)
+    assert sum(second.values()) < sum(first.values())
+    assert "reader 1 of 2 gives no row in pass 1, and gave some before" in (tmp_path / "rank-1.log").read_text()
+    assert "gives no row" not in (tmp_path / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -28,12 +29,26 @@ from support.training import quiet_arguments
 
 
 def _train(
-    folder: Path, max_steps: int, accumulation: int, resume: bool, stop_at: int | None, compute: bool = False
+    folder: Path,
+    max_steps: int,
+    accumulation: int,
+    resume: bool,
+    stop_at: int | None,
+    compute: bool = False,
+    own_rows: bool = False,
 ) -> tuple[Counter[int], list[float], list[torch.Tensor], int]:
-    """Tokens that this rank has trained, losses, weights, and the pass of the stream."""
+    """Tokens that this rank has trained, losses, weights, and the pass of the stream.
+
+    Args:
+        own_rows: whether a `StatefulDataLoader` gives each rank its rows.
+    """
     arguments = {"max_steps": max_steps, "gradient_accumulation_steps": accumulation, "logging_steps": 1}
     trainer = numbered_trainer(folder, **arguments)
     trainer.train_dataset = trainer.train_dataset.to_iterable_dataset(num_shards=4)
+    if own_rows:
+        stateful = pytest.importorskip("torchdata.stateful_dataloader")
+        part = split_dataset_by_node(trainer.train_dataset, torch.distributed.get_rank(), 2)
+        trainer.train_dataset = stateful.StatefulDataLoader(part, batch_size=None)
     distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, pad_to_multiple_of=1).attach(trainer)
     seen = count_tokens(trainer, compute)
     train(trainer, resume, stop_at)
@@ -65,13 +80,13 @@ def test_every_document_is_trained_once_per_pass(
 
 
 @resumes_on_cpu_ranks
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_losses_and_weights_are_bit_equal_after_two_stops(accumulation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulation", "own_rows"), [(1, False), (3, False), (3, True)])
+def test_losses_and_weights_are_bit_equal_after_two_stops(accumulation: int, own_rows: bool, tmp_path: Path) -> None:
     steps = 16 // accumulation
-    whole = run_ranks(2, _train, tmp_path / "0", tmp_path / "whole", steps, accumulation, False, None, True)
+    whole = run_ranks(2, _train, tmp_path / "0", tmp_path / "whole", steps, accumulation, False, None, True, own_rows)
     for at, stop in enumerate((2, 4, None)):
         ranks = tmp_path / f"ranks-{at}"
-        parts = run_ranks(2, _train, ranks, tmp_path / "parts", steps, accumulation, at > 0, stop, True)
+        parts = run_ranks(2, _train, ranks, tmp_path / "parts", steps, accumulation, at > 0, stop, True, own_rows)
 
     assert len(whole[0][1]) == steps
     for (_, losses, weights, _), (_, losses_in_parts, weights_in_parts, _) in zip(whole, parts, strict=True):

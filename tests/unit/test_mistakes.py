@@ -270,7 +270,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     "07 a batch size": (batch_size, "has no effect", "per_device_train_batch_size=4", "tokens_per_rank=192"),
     "08 a stream": (
         stream,
-        "a stream whose place cannot be saved",
+        "a stream whose position cannot be saved",
         "Unsaved",
         "Give a datasets.IterableDataset",
     ),

@@ -15,7 +15,7 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.stream_loader import StreamLoader
 from distca_hf.data.documents import check_map_style
 from distca_hf.data.rows import is_drawn
-from distca_hf.data.streams import check_saves_place, is_stream
+from distca_hf.data.streams import check_saves_position, is_stream
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
@@ -66,7 +66,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
         earlier.undo()
     if context.tokens_per_rank and trainer.train_dataset is not None:
-        (check_saves_place if is_stream(trainer.train_dataset) else check_map_style)(trainer.train_dataset)
+        (check_saves_position if is_stream(trainer.train_dataset) else check_map_style)(trainer.train_dataset)
     reasons = [*wrong_settings(trainer, context), *context.annex.cannot_attach(trainer)]
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")

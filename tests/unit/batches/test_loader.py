@@ -464,7 +464,7 @@ class Unsaved(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "told"),
     [
-        (Unsaved(), "Unsaved is a stream whose place cannot be saved"),
+        (Unsaved(), "Unsaved is a stream whose position cannot be saved"),
         (Infinite(), "not Infinite"),
         ([{"input_ids": [1]}], "not list"),
         (Dataset.from_dict({"text": ["a"]}), r"no column 'input_ids', only \['text'\]; .* tokenise_texts"),

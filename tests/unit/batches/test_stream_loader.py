@@ -298,8 +298,8 @@ def test_stream_that_changed_since_it_was_saved_is_refused(
         ("documents", [-1]),
         ("documents", [5 << 40]),
         ("documents", "none"),
-        ("places", [[0, 0, {}, 0, 0]]),
-        ("places", []),
+        ("positions", [[0, 0, {}, 0, 0]]),
+        ("positions", []),
         ("refills", 2.0),
         ("pass", None),
         ("into_step", 1),
@@ -328,7 +328,7 @@ def test_position_within_a_step_is_not_taken_to_other_sizes() -> None:
 def test_what_cannot_be_resumed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PackingError, match="already divided between ranks"):
         loader_of(split_dataset_by_node(numbered_stream(), 0, 2))
-    with pytest.raises(PackingError, match="generator is a stream whose place cannot be saved"):
+    with pytest.raises(PackingError, match="generator is a stream whose position cannot be saved"):
         loader_of(row for row in [{"input_ids": [1]}])
     with pytest.raises(PackingError, match="the stream gave no document"):
         list(loader_of(Rows([])))
@@ -439,11 +439,13 @@ def test_a_whole_stream_is_an_iterable_dataset_of_generators_too() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_of_torchdata_goes_on_after_two_stops(workers: int) -> None:
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_loader_of_torchdata_goes_on_after_two_stops(workers: int, micro_steps: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader() -> StreamLoader:
-        return loader_of(stateful.StatefulDataLoader(numbered_stream(shards=4), batch_size=None, num_workers=workers))
+        rows = stateful.StatefulDataLoader(numbered_stream(shards=4), batch_size=None, num_workers=workers)
+        return loader_of(rows, micro_steps=micro_steps)
 
     whole, parts, state = [plain(batch) for batch in loader()], [], None
     for stop in (4, 5, None):

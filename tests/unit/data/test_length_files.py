@@ -14,7 +14,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.documents import split_documents
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.data.stream_buffer import BufferPlace, NewDocuments, StreamBuffer
+from distca_hf.data.stream_buffer import BufferPosition, NewDocuments, StreamBuffer
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import key_transfers
 
@@ -113,7 +113,7 @@ def test_batches_of_a_stream_are_full_and_even(name: str, num_ranks: int) -> Non
     shards = np.array_split(lengths_of(name, capacity_tokens), 8 * num_ranks)
     order = np.random.default_rng(0).permutation(len(shards))
     lengths = [np.concatenate([shards[at] for at in order[reader::num_ranks]]) for reader in range(num_ranks)]
-    buffer = StreamBuffer(BufferPlace.beginning(0, num_ranks), capacity_tokens, 4 * capacity_tokens)
+    buffer = StreamBuffer(BufferPosition.beginning(0, num_ranks), capacity_tokens, 4 * capacity_tokens)
     planner, at = planner_of(num_ranks, 32 * 1024), [0] * num_ranks
     for _ in range(LOOKED_AT[num_ranks] // 4):
         while share_tokens := buffer.share_tokens():
