@@ -35,7 +35,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import DistCAError, PackingError
-from distca_hf.flops import StepFlops
+from distca_hf.flops import StepFlops, costs_to_place
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds
 from distca_hf.planning.plan import ExtraRanks, PlanFacts
@@ -61,7 +61,7 @@ class GivenPlanner:
     Args:
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         places_rows: whether rows are placed inside the model; otherwise they stay, and attention tasks move.
-        flops: operations of the model, to count the work of a step; None if not known.
+        flops: operations of the model, by which batches are even and a step is counted; None if not known.
         halo_tokens: see `PlacedPlanner`.
 
     Attributes:
@@ -92,8 +92,8 @@ class GivenPlanner:
         self._config = config
         self._transport, self.world_size = transport, transport.world_size
         self._posting = transport if isinstance(transport, PostingTransport) else None
-        topology = config.topology(transport.world_size)
-        self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
+        topology, cost = config.topology(transport.world_size), costs_to_place(flops).both
+        self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows, cost)
         self._read_batch, self._flops, self._halo_tokens = read, flops, halo_tokens
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
