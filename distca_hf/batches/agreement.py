@@ -116,6 +116,7 @@ class ShownNumbers(NamedTuple):
         most_images: images and videos of the rank that has most; 0 if some rank's must stay.
         images_wait: whether on some rank a tower waits for those of all ranks.
         images_train: whether towers, or what follows them, need gradients on some rank.
+        most_borders: borders of runs of image tokens of the rank that has most; see `ReadDocuments`.
     """
 
     stays_padded: bool
@@ -128,6 +129,7 @@ class ShownNumbers(NamedTuple):
     most_images: int
     images_wait: bool
     images_train: bool
+    most_borders: int
 
 
 class GivenAgreement:
@@ -191,6 +193,7 @@ class GivenAgreement:
                 "form": form_of(batch, [*gradients_of, bool(returning)]),
                 "returning": returning,
                 "planned ahead": ahead,
+                "borders of images": read.num_borders,
                 **flags,
             },
         )
@@ -225,7 +228,8 @@ class GivenAgreement:
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
         of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
         most_images = max(num_images) if min(num_images) >= 0 else 0
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, wait, train)
+        of_images = most_images, wait, train, max(numbers["borders of images"])
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned, *of_images)
 
     def _facts_of(self, step_batches: int, has_gradients: bool) -> Facts:
         """Returns what must be the same on all ranks."""

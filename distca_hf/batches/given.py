@@ -209,7 +209,8 @@ class GivenPlanner:
             prepare = planned.planned.result
         else:
             where = f"micro-batch {number}, document lengths"
-            gather = DocumentGather(self._transport, [shown_as], max(shown.num_documents), self._least_tokens, where)
+            most = max(shown.num_documents), self._least_tokens, where, shown.most_borders
+            gather = DocumentGather(self._transport, [shown_as], *most)
             prepare = partial(self._prepare_gathered, gather, read.padded, device.type == "cuda", extra_ranks)
         spent_seconds = time.perf_counter() - began
         plan = partial(self._plan_incoming, prepare, number, trains, device, extra_ranks, shown, spent_seconds)
@@ -255,8 +256,8 @@ class GivenPlanner:
         kinds = PinnedKinds.prepare(routed, pin, self._halo_tokens)
         if not plans.places_rows:
             return HostPlan(plan, num_chunks, kinds, None)
-        places = () if padded is None else (padded.token_places.numpy(), prod(padded.shape))
-        moves = RowMoves.of(home, layout, rank, *places)
+        places, num_places = (None, 1) if padded is None else (padded.token_places.numpy(), prod(padded.shape))
+        moves = RowMoves.of(home, layout, rank, places, num_places, documents.image_runs)
         return HostPlan(plan, num_chunks, kinds, PinnedRowMoves.prepare(moves, pin))
 
     def _plan_incoming(

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
@@ -178,6 +179,7 @@ class ReadDocuments:
         hashes, unlearnt, unshared: see `Beginnings`.
         checksums: `checksums_of` the batch; None without hashes.
         images: sizes of images and videos; None if they must stay.
+        image_runs: where tokens of images begin and end, in turn, among all tokens; None if not requested.
     """
 
     lengths: IntArray | None
@@ -189,12 +191,23 @@ class ReadDocuments:
     unshared: str = ""
     checksums: Checksums | None = None
     images: BatchImages | None = None
+    image_runs: IntArray | None = None
 
     @property
     def known_lengths(self) -> IntArray:
         """`[documents]` tokens of each document of a batch that does not keep its padding."""
         assert self.lengths is not None
         return self.lengths
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens in `image_runs`."""
+        return 0 if self.image_runs is None else int(np.diff(self.image_runs)[::2].sum())
+
+    @property
+    def num_borders(self) -> int:
+        """Numbers in `image_runs`."""
+        return 0 if self.image_runs is None else len(self.image_runs)
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,7 @@ class DocumentReader:
         shared_tokens: shortest prefix that documents share; 0: none is shared.
         placeholders: tokens that features of images replace.
         moves_images: whether images may be computed on other ranks.
+        finds_image_tokens: whether layers get features of images at their tokens, which move with these.
     """
 
     lengths_of: Callable[[Batch], IntArray | None] = document_lengths
@@ -222,6 +236,7 @@ class DocumentReader:
     shared_tokens: int = 0
     placeholders: Placeholders = Placeholders()  # noqa: RUF009 (immutable)
     moves_images: bool = False
+    finds_image_tokens: bool = False
 
     def read(self, batch: Batch) -> ReadDocuments:
         """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
@@ -233,8 +248,9 @@ class DocumentReader:
         host, sums = _on_host(numbered, row_sums_of(batch) if self.shared_tokens else {})
         with ids_checked(host, self.vocabulary_tokens, waits=True):
             padded = padded_rows_of(host, self.with_images) if self.packs_rows else None
-            tokens = tokens_of(host)
-            pack = host if padded is None else {"input_ids": padded.pack(tokens), "cu_seq_lens_q": padded.offsets}
+            pack = host
+            if padded is not None:
+                pack = {"input_ids": padded.pack(tokens_of(host)), "cu_seq_lens_q": padded.offsets}
             lengths = self.lengths_of(pack)
         labels, beginnings, checksums = host.get("labels"), NO_BEGINNINGS, None
         if self.shared_tokens and lengths is not None and "input_ids" in host:
@@ -251,7 +267,19 @@ class DocumentReader:
             *beginnings,
             checksums,
             images_of(host, self.placeholders.has_sizes) if self.moves_images else None,
+            self._image_runs(host, tokens_of(pack)) if self.finds_image_tokens else None,
         )
+
+    def _image_runs(self, host: Batch, tokens: torch.Tensor) -> IntArray:
+        """Returns where tokens of images begin and end. If ids do not tell, all tokens of a batch with images may be
+        of these."""
+        known = [one for one in (self.placeholders.image, self.placeholders.video) if one is not None]
+        if "input_ids" in host and known:
+            is_image = torch.isin(tokens.flatten(), torch.tensor(known))
+        else:
+            is_image = torch.full((tokens.shape[:2].numel(),), bool(media_of(host)))
+        runs: IntArray = np.flatnonzero(np.diff(is_image.numpy(), prepend=False, append=False))
+        return runs
 
 
 class Reading:

@@ -27,8 +27,9 @@ from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.row_moves import PinnedRowMoves
 
 
-# Names of the numbers that ranks show each other: batches that are known and read, and their documents.
-FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
+# Names of the numbers that ranks show each other: batches that are known and read, their documents, and borders of
+# runs of image tokens.
+FOLLOWING, DOCUMENTS, BORDERS = "batches that follow", "documents that follow", "borders of images that follow"
 
 
 class HostPlan(NamedTuple):
@@ -116,14 +117,18 @@ class StepAhead:
         return step_batches
 
     def show(self) -> dict[str, int]:
-        """Reads the batches that follow, and returns their number and the number of their documents.
+        """Reads the batches that follow, and returns how many they, their documents and borders of images are.
 
-        Both are 0 in later passes, or if a batch cannot be read or keeps its padding.
+        All are 0 in later passes, or if a batch cannot be read or keeps its padding.
         """
         documents = [None if reading is None else reading.documents for reading in self._readings]
         read = [one for one in documents if one is not None and one.lengths is not None]
         self._documents, self._readings = read if len(read) == len(documents) else [], ()
-        return {FOLLOWING: len(self._documents), DOCUMENTS: sum(len(one.known_lengths) for one in self._documents)}
+        return {
+            FOLLOWING: len(self._documents),
+            DOCUMENTS: sum(len(one.known_lengths) for one in self._documents),
+            BORDERS: sum(one.num_borders for one in self._documents),
+        }
 
     def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
         """Gathers the lengths of these batches, if all ranks know equally many of them. A collective call.
@@ -137,7 +142,8 @@ class StepAhead:
         where = f"micro-batch {micro_batch}, document lengths of its step"
         of_pass = self.shares, self.returning is not Returning.STATES, self._least_tokens
         shown_as = [to_share(read, *of_pass) for read in documents]
-        gather = DocumentGather(self._transport, shown_as, max(shown[DOCUMENTS]), self._least_tokens, where)
+        most = max(shown[DOCUMENTS]), self._least_tokens, where, max(shown[BORDERS])
+        gather = DocumentGather(self._transport, shown_as, *most)
         self._gathering = documents, gather
 
     def start(self) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import distca_hf
+from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import PackingError, PeerLostError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.structure import transformers_model
@@ -233,6 +234,39 @@ def test_nothing_is_sent_for_images_that_are_even_or_not_there(tmp_path: Path) -
     exchanges, gathers = zip(*first, strict=True)
     assert gathers == (1, 0, 2)
     assert exchanges[0] == exchanges[1] == 0 < exchanges[2]
+
+
+def _rows_of_features(rows: Sequence[Sequence[Row]]) -> list[tuple[str, int, int]]:
+    """Returns place, number of rows and bytes of a row of each exchange of features for layers, in a step."""
+    plugin, seen = distca_hf.DistCAPlugin(), list[tuple[str, int, int]]()
+    model = distca_hf.enable(made("qwen3_vl", "plain", "distca"), plugin)
+    transport = plugin.transport(torch.device("cpu"))
+    usual = transport.exchange
+
+    def noted(asked: AllToAll) -> object:
+        if "features of images" in asked.where:
+            seen.append((asked.where, len(asked.rows), asked.rows[:1].numel() * asked.rows.element_size()))
+        return usual(asked)
+
+    transport.exchange = noted
+    loss_of(model, batch_of("qwen3_vl", rows[dist.get_rank()])).backward()
+    plugin.close()
+    return seen
+
+
+def test_layers_get_features_only_of_image_tokens(tmp_path: Path) -> None:
+    """The cat has 4 tokens and the page 24. Rank 1 has no image, and computes some of the tokens."""
+    text = words(90, 1)
+    by_rank = run_ranks(2, _rows_of_features, tmp_path, [[[QUESTION, CAT, text, PAGE, LONG]], [[words(12, 2)]]])
+
+    for of_rank in by_rank:
+        assert [where.rpartition(", ")[2] for where, _, _ in of_rank] == ["forward", "backward"]
+        # One layer of the text gets features of 64 numbers; a rank that sends none has no row to look at.
+        assert {width for _, rows, width in of_rank if rows} <= {64 * 8}
+    (forward, backward), (forward_1, backward_1) = ([rows for _, rows, _ in of_rank] for of_rank in by_rank)
+    assert (forward, forward_1) == (4 + 24, 0)
+    assert backward + backward_1 == 4 + 24
+    assert backward_1 > 0
 
 
 def _fail(change: str) -> str:

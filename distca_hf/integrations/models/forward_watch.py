@@ -113,9 +113,8 @@ class ForwardWatch:
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         of_batches = tensor_ranks > 1, window, context.shared_prefix_tokens
-        self.reader = DocumentReader(
-            self._mixers.lengths, *of_model, *of_batches, placeholders_of(root), not self.towers.towers.stay
-        )
+        of_images = placeholders_of(root), not self.towers.towers.stay, self._borders.takes_features
+        self.reader = DocumentReader(self._mixers.lengths, *of_model, *of_batches, *of_images)
         self._sharing = Sharing(root, context, self._mixers)
         self._recomputed = RecomputedLayers(self._check.call_masks)
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
@@ -330,7 +329,7 @@ class ForwardWatch:
         (read, self._read), reading = (self._read, None), reading_of(batch)
         read = read or (reading and reading.documents) or self.reader.read(batch)
         self._written.expect(batch, read.checksums)
-        self._borders.begin(read.padded)
+        self._borders.begin(read)
         return read
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
