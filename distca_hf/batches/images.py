@@ -75,7 +75,7 @@ class PixelForm(NamedTuple):
 
     Attributes:
         kind: what a row of pixels is.
-        dtype: dtype of pixels.
+        dtype: dtype in which pixels travel.
         room: shape of a row; for whole images, the largest height and width on any rank.
         is_alike: whether all ranks have this shape.
     """
@@ -170,19 +170,20 @@ def _whole(pixels: torch.Tensor, sizes: torch.Tensor | None) -> IntArray:
 
 
 def gather_images(
-    transport: Transport, shown: ShownImages, batch: Mapping[str, Any], where: str
+    transport: Transport, shown: ShownImages, batch: Mapping[str, Any], cast: torch.dtype | None, where: str
 ) -> tuple[list[BatchImages], PixelForm]:
     """Returns the images of each rank, and the form of their pixels. A collective call.
 
     Args:
         batch: this rank's batch.
+        cast: to which the model casts pixels first. They travel in it if it is smaller. None if it casts none.
         where: names the pass in messages.
 
     Raises:
         PackingError: ranks hold pixels of different dtypes or shapes, because their processors differ.
     """
     num_images, sizes = shown.mine
-    values = [num_images, len(sizes), *_form_of(batch), *sizes.flatten().tolist()]
+    values = [num_images, len(sizes), *_form_of(batch, cast), *sizes.flatten().tolist()]
     rows = transport.gather(values + [0] * (HEADER + 3 * shown.most_items - len(values)), f"{where}, sizes").wait()
     images = [
         BatchImages(row[0], np.array(row[HEADER : HEADER + 3 * row[1]], dtype=np.int64).reshape(-1, 3)) for row in rows
@@ -209,15 +210,16 @@ def gather_images(
     return images, PixelForm(PixelKind(kind), dtype, room, is_alike)
 
 
-def _form_of(batch: Mapping[str, Any]) -> list[int]:
-    """Returns dtype, kind, number of axes and shape of pixels; zeros without pixels."""
+def _form_of(batch: Mapping[str, Any], cast: torch.dtype | None) -> list[int]:
+    """Returns dtype in transit, kind, number of axes and shape of pixels; zeros without pixels."""
     for media in (IMAGES, VIDEOS):
         pixels = batch.get(media.values)
         if pixels is not None and pixels.numel():
             is_padded = batch.get(SIZES) is not None
             whole = PixelKind.PADDED_IMAGE if is_padded else PixelKind.IMAGE
             kind = whole if batch.get(media.grid) is None else PixelKind.PATCH
-            return [DTYPES.index(pixels.dtype), kind, pixels.ndim, *pixels.shape[1:], *[0] * (4 - pixels.ndim)]
+            dtype = cast if cast in DTYPES and cast and cast.itemsize < pixels.dtype.itemsize else pixels.dtype
+            return [DTYPES.index(dtype), kind, pixels.ndim, *pixels.shape[1:], *[0] * (4 - pixels.ndim)]
     return [0] * 6
 
 

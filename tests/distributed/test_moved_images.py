@@ -269,6 +269,45 @@ def test_layers_get_features_only_of_image_tokens(tmp_path: Path) -> None:
     assert backward_1 > 0
 
 
+def _cast_pixels(casts: bool) -> tuple[set[int], float, Gradients]:
+    """Returns bytes of a row of pixels in transit, loss and gradients of a model in bfloat16 with float32 pixels."""
+    plugin, row_bytes = distca_hf.DistCAPlugin(), set[int]()
+    model = distca_hf.enable(multimodal_model("qwen3_vl").bfloat16(), plugin)
+    towers = watch_of(model).towers
+    assert towers.towers.cast == "visual.dtype"
+    if not casts:
+        towers.towers = towers.towers._replace(cast="")
+    transport = plugin.transport(torch.device("cpu"))
+    usual = transport.exchange
+
+    def noted(asked: AllToAll) -> object:
+        if asked.where.endswith("pixels"):
+            row_bytes.add(asked.row_bytes)
+        return usual(asked)
+
+    transport.exchange = noted
+    batch = batch_of("qwen3_vl", rows_of("qwen3_vl", "one rank", 2)[dist.get_rank()])
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].float()
+    loss = loss_of(model, batch)
+    loss.backward()
+    plugin.close()
+    return row_bytes, loss.item(), gradients_of(model)
+
+
+def test_pixels_travel_in_the_dtype_of_the_tower_and_nothing_changes(tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    with_cast = run_ranks(2, _cast_pixels, tmp_path, True)
+    without = run_ranks(2, _cast_pixels, tmp_path / "usual", False)
+
+    for (row_bytes, loss, gradients), (usual_bytes, usual_loss, usual_gradients) in zip(
+        with_cast, without, strict=True
+    ):
+        assert (row_bytes, usual_bytes) == ({2 * 1536}, {4 * 1536})
+        assert loss == usual_loss
+        assert all(torch.equal(gradient, usual_gradients[name]) for name, gradient in gradients.items())
+
+
 def _fail(change: str) -> str:
     """Returns the error of a step in which rank 1 has another processor, or images of another size than it says."""
     model = distca_hf.enable(

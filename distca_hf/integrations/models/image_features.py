@@ -6,6 +6,7 @@ the result instead of pixels (`mm_encoder_outputs`) and reads only features of t
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -34,6 +35,8 @@ from distca_hf.runtime.moved_images import FeatureForm, Features
 
 # Features that are moved.
 FEATURES = "pooler_output", "deepstack_features"
+# A dtype of the backbone or of a part of it, in source text.
+CAST = re.compile(r"self(\.\w+)*\.dtype")
 # Names of sizes in configurations of towers.
 WIDTHS, DEPTHS = ("hidden_size", "embed_dim", "embed_hidden_size"), ("num_hidden_layers", "depth")
 
@@ -46,12 +49,15 @@ class Towers(NamedTuple):
         cost: work of an image.
         side: side of a patch in pixels, for towers that take whole images.
         has_frames: whether each frame of a video is computed like an image.
+        cast: attribute of the backbone, such as "visual.dtype", to which pixels are cast before anything else; or
+            empty. Under autocast, too, they are then cast to it.
     """
 
     stay: str
     cost: ImageCost = ImageCost()
     side: int = 1
     has_frames: bool = False
+    cast: str = ""
 
 
 def towers_of(model: PreTrainedModel) -> Towers:
@@ -69,7 +75,7 @@ def towers_of(model: PreTrainedModel) -> Towers:
         return Towers("its tower computes means over images")
     side = getattr(vision, "patch_size", 1)
     side = max(side) if isinstance(side, list | tuple) else side
-    return Towers("", _cost(tower, side), side, _has_frames(tower, backbone))
+    return Towers("", _cost(tower, side), side, _has_frames(tower, backbone), _cast(backbone))
 
 
 def _stay(backbone: PreTrainedModel) -> str:
@@ -114,6 +120,21 @@ def _has_frames(tower: PreTrainedModel, backbone: PreTrainedModel) -> bool:
         for node in syntax_of(function):
             names.update(str(of) for name in ("id", "attr", "arg") if (of := getattr(node, name, None)) is not None)
     return not any("tempor" in name or "resampl" in name for name in names)
+
+
+def _cast(backbone: PreTrainedModel) -> str:
+    """Returns the attribute to which the first line of `get_image_features` casts pixels; empty if it casts none."""
+    function = next(node for node in syntax_of(type(backbone).get_image_features) if isinstance(node, ast.FunctionDef))
+    first = function.body[ast.get_docstring(function) is not None]
+    match first:
+        case ast.Assign(
+            targets=[ast.Name(id=IMAGES.values)],
+            value=ast.Call(func=ast.Attribute(value=ast.Name(id=IMAGES.values), attr="type" | "to")) as call,
+        ):
+            given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "dtype")]
+            path = ast.unparse(given[0]) if len(given) == len(call.args) + len(call.keywords) == 1 else ""
+            return path.removeprefix("self.") if CAST.fullmatch(path) else ""
+    return ""
 
 
 def _cost(tower: PreTrainedModel, side: int) -> ImageCost:

@@ -10,6 +10,7 @@ Ranks gather sizes, then numbers of features; two exchanges send pixels and feat
 backward. If the work of towers is even already, no pixels are sent, and forward computes them itself.
 """
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -151,7 +152,8 @@ class TowerBorders:
         assert shown is not None
         transport, where = among_trainers(plan.transport), f"micro-batch {plan.micro_batch}, images"
         values = [x for media in (IMAGES, VIDEOS) if (x := given.get(media.values)) is not None and x.numel()]
-        images, form = gather_images(transport, shown, given, where)
+        cast = attrgetter(self.towers.cast)(backbone) if values and self.towers.cast else None
+        images, form = gather_images(transport, shown, given, cast, where)
         units = Units.of(images, form, self.towers.has_frames, transport.rank)
         placed = self._placed(images, form, units, transport, plan.micro_batch)
         if placed is None:
@@ -226,7 +228,7 @@ def _sent(
     if not values:
         pixels = torch.empty((0, *form.room), dtype=form.dtype, device=device)
     else:
-        pixels = torch.cat(values) if len(values) > 1 else values[0]
+        pixels = (torch.cat(values) if len(values) > 1 else values[0]).to(form.dtype)
         missing = [size - has for size, has in zip(form.room, pixels.shape[1:], strict=True)]
         if any(missing):  # whole images get the same room on all ranks
             pixels = nn.functional.pad(pixels, (0, missing[2], 0, missing[1]))
