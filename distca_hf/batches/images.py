@@ -16,7 +16,7 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import media_of
 from distca_hf.batches.beginnings import IMAGES, VIDEOS
-from distca_hf.comm.agreement import labels_of
+from distca_hf.comm.agreement import Agreement, Facts, Occasion, labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PackingError
@@ -29,8 +29,8 @@ OUTPUTS = "mm_encoder_outputs"
 # Further arguments of `get_image_features`, which its configuration has, too.
 CHOICES = ("vision_feature_layer", "vision_feature_select_strategy")
 KNOWN = {IMAGES.values, IMAGES.grid, SIZES, VIDEOS.values, VIDEOS.grid}
-# Numbers before the sizes in a gather: counts of images and of all items, then the form of pixels.
-HEADER = 8
+# Numbers before the sizes in a gather: counts of images and of all items, form of pixels, and digest of settings.
+HEADER = 9
 
 
 class BatchImages(NamedTuple):
@@ -94,14 +94,16 @@ class PixelForm(NamedTuple):
 NO_IMAGES = BatchImages(0, np.zeros((0, 3), dtype=np.int64))
 
 
-def images_of(batch: Mapping[str, Any], has_sizes: bool) -> BatchImages | None:
-    """Returns the images of a batch, whose sizes are on the host; None if their form is unknown.
+def images_of(batch: Mapping[str, Any], has_sizes: bool, known: Sequence[int] = ()) -> BatchImages | None:
+    """Returns the images of a batch, whose ids and sizes are on the host; None if their form is unknown.
 
     Args:
         has_sizes: see `Placeholders`; for other towers `image_sizes` means something else.
+        known: tokens that features of images and videos replace.
 
     Raises:
-        PackingError: an image has another size than its grid, or its entry of `image_sizes`, says.
+        PackingError: an image has another size than its grid, or its entry of `image_sizes`, says; or ids hold none of
+            these tokens.
     """
     names = media_of(batch)
     if not names:
@@ -127,7 +129,29 @@ def images_of(batch: Mapping[str, Any], has_sizes: bool) -> BatchImages | None:
             found.append(_whole(batch[media.values], batch[SIZES] if SIZES in names else None))
         else:
             return None
+    if known and "input_ids" in batch and not torch.isin(batch["input_ids"], torch.tensor(known)).any():
+        raise PackingError(
+            f"the batch has {', '.join(names)} of {sum(map(len, found))} images or videos, and input_ids hold no "
+            f"token that their features replace ({' or '.join(map(str, known))}). If rows were cut at a length, cut "
+            "none with images (max_length=None), or leave out their images, too"
+        )
     return BatchImages(len(found[0]), np.concatenate(found))
+
+
+def image_runs(batch: Mapping[str, Any], tokens: torch.Tensor, known: Sequence[int]) -> IntArray:
+    """Returns where tokens of images begin and end, in turn. If ids do not tell, all tokens of a batch with images may
+    be of these.
+
+    Args:
+        tokens: ids or embeddings of the batch, without padding.
+        known: tokens that features of images and videos replace.
+    """
+    if "input_ids" in batch and known:
+        is_image = torch.isin(tokens.flatten(), torch.tensor(known))
+    else:
+        is_image = torch.full((tokens.shape[:2].numel(),), bool(media_of(batch)))
+    runs: IntArray = np.flatnonzero(np.diff(is_image.numpy(), prepend=False, append=False))
+    return runs
 
 
 def may_move(batch: Mapping[str, Any]) -> bool:
@@ -170,26 +194,36 @@ def _whole(pixels: torch.Tensor, sizes: torch.Tensor | None) -> IntArray:
 
 
 def gather_images(
-    transport: Transport, shown: ShownImages, batch: Mapping[str, Any], cast: torch.dtype | None, where: str
+    transport: Transport,
+    shown: ShownImages,
+    batch: Mapping[str, Any],
+    cast: torch.dtype | None,
+    settings: Mapping[str, object],
+    number: int,
 ) -> tuple[list[BatchImages], PixelForm]:
     """Returns the images of each rank, and the form of their pixels. A collective call.
 
     Args:
         batch: this rank's batch.
         cast: to which the model casts pixels first. They travel in it if it is smaller. None if it casts none.
-        where: names the pass in messages.
+        settings: further arguments of towers.
+        number: of the micro-batch.
 
     Raises:
         PackingError: ranks hold pixels of different dtypes or shapes, because their processors differ.
+        PlanMismatchError: ranks give towers different arguments; names them.
     """
-    num_images, sizes = shown.mine
-    values = [num_images, len(sizes), *_form_of(batch, cast), *sizes.flatten().tolist()]
+    (num_images, sizes), where = shown.mine, f"micro-batch {number}, images"
+    facts = Facts({f"argument {name} of towers": value for name, value in sorted(settings.items())})
+    values = [num_images, len(sizes), *_form_of(batch, cast), facts.digest, *sizes.flatten().tolist()]
     rows = transport.gather(values + [0] * (HEADER + 3 * shown.most_items - len(values)), f"{where}, sizes").wait()
+    if len({row[HEADER - 1] for row in rows}) > 1:
+        Agreement.start(transport, Occasion.MOVE, number, facts, {}, Scope.ROWS).wait()  # it raises an error
     images = [
         BatchImages(row[0], np.array(row[HEADER : HEADER + 3 * row[1]], dtype=np.int64).reshape(-1, 3)) for row in rows
     ]
     holding = [rank for rank, row in enumerate(rows) if row[1]]
-    forms = np.array([rows[rank][2:HEADER] for rank in holding])
+    forms = np.array([rows[rank][2 : HEADER - 1] for rank in holding])
     number, kind, axes = forms[0, :3].tolist()
     same = ["dtype", "kind of rows", "number of axes", "numbers of a patch, or channels"]
     if kind == PixelKind.PATCH:

@@ -43,7 +43,7 @@ from distca_hf.batches.batch_documents import (
     tokens_of,
 )
 from distca_hf.batches.beginnings import NO_BEGINNINGS, Placeholders, beginnings_of, row_sums_of
-from distca_hf.batches.images import BatchImages, images_of
+from distca_hf.batches.images import BatchImages, image_runs, images_of
 from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.batches.written_batches import (
     LABELS,
@@ -266,20 +266,9 @@ class DocumentReader:
             checksum_of(host, lengths) if self.with_checksum else None,
             *beginnings,
             checksums,
-            images_of(host, self.placeholders.has_sizes) if self.moves_images else None,
-            self._image_runs(host, tokens_of(pack)) if self.finds_image_tokens else None,
+            images_of(host, self.placeholders.has_sizes, self.placeholders.known) if self.moves_images else None,
+            image_runs(host, tokens_of(pack), self.placeholders.known) if self.finds_image_tokens else None,
         )
-
-    def _image_runs(self, host: Batch, tokens: torch.Tensor) -> IntArray:
-        """Returns where tokens of images begin and end. If ids do not tell, all tokens of a batch with images may be
-        of these."""
-        known = [one for one in (self.placeholders.image, self.placeholders.video) if one is not None]
-        if "input_ids" in host and known:
-            is_image = torch.isin(tokens.flatten(), torch.tensor(known))
-        else:
-            is_image = torch.full((tokens.shape[:2].numel(),), bool(media_of(host)))
-        runs: IntArray = np.flatnonzero(np.diff(is_image.numpy(), prepend=False, append=False))
-        return runs
 
 
 class Reading:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import distca_hf
 from distca_hf.comm.transport import AllToAll
-from distca_hf.errors import PackingError, PeerLostError
+from distca_hf.errors import PackingError, PeerLostError, PlanMismatchError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.structure import transformers_model
 from support.given_batches import Batch, Gradients, gradients_of
@@ -321,11 +321,15 @@ def _fail(change: str) -> str:
             batch["image_grid_thw"] = batch["image_grid_thw"] + torch.tensor([[0, 0, 0], [0, 2, 0]])
         elif change == "size":
             batch["image_sizes"] = batch["image_sizes"] + torch.tensor([[0, 0], [0, 64]])
+        elif change == "tokens":
+            batch["input_ids"] = batch["input_ids"].clamp(max=99)
         elif change == "width":
             batch["pixel_values"] = nn.functional.pad(batch["pixel_values"], (0, 24))
-        else:
+        elif change == "dtype":
             batch["pixel_values"] = batch["pixel_values"].double()
-    with pytest.raises((PackingError, PeerLostError)) as stopped:
+    if change == "argument":
+        batch["interpolate_pos_encoding"], batch["num_items_in_batch"] = bool(dist.get_rank()), 5 + dist.get_rank()
+    with pytest.raises((PackingError, PeerLostError, PlanMismatchError)) as stopped:
         model(**batch)
     return str(stopped.value)
 
@@ -337,11 +341,13 @@ def _fail(change: str) -> str:
         ("size", r"rank 1.*image 1 of 2 is 64 x 128 pixels, and pixel_values holds 64 x 64"),
         ("width", r"numbers of a patch, or channels of pixels is 1176 on rank 0 and 1200 on rank 1; nothing was sent"),
         ("dtype", r"torch.float32 .*rank 0.*torch.float64 .*rank 1"),
+        ("argument", r"argument interpolate_pos_encoding of towers is False on rank 0, True on rank 1\. Ranks need"),
+        ("tokens", r"rank 1.*image_grid_thw of 2 images or videos, and input_ids hold no token .*\(100 or 101\)\. If"),
     ],
 )
 def test_wrong_images_are_named(change: str, message: str, tmp_path: Path) -> None:
     errors = run_ranks(2, _fail, tmp_path, change)
 
     assert re.search(message, errors[1])
-    expected = "rank 1 could not do its part" if change in ("grid", "size") else message
+    expected = "rank 1 could not do its part" if change in ("grid", "size", "tokens") else message
     assert re.search(expected, errors[0])

@@ -35,6 +35,8 @@ from distca_hf.runtime.moved_images import FeatureForm, Features
 
 # Features that are moved.
 FEATURES = "pooler_output", "deepstack_features"
+# Keywords of a pass that are for its text, and may differ between ranks.
+OF_TEXT = {"num_items_in_batch", "max_length_q", "max_length_k", "use_cache"}
 # A dtype of the backbone or of a part of it, in source text.
 CAST = re.compile(r"self(\.\w+)*\.dtype")
 # Names of sizes in configurations of towers.
@@ -182,27 +184,31 @@ class MovedFeatures(ModelOutput):
         return cls(pooled, deep)
 
 
+def settings_of(backbone: nn.Module, given: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Returns which of the backbone's arguments are settings of its tower, such as `interpolate_pos_encoding`."""
+    if not passes_keywords_on(type(backbone).forward, "get_image_features"):
+        return {}
+    others = OF_TEXT | inspect.signature(backbone.forward).parameters.keys()
+    return {name: x for name, x in given.items() if name not in others and isinstance(x, bool | int | float | str)}
+
+
 def compute_features(
-    backbone: nn.Module, given: Mapping[str, Any], pixels: torch.Tensor, sizes: IntArray, form: PixelForm
+    backbone: nn.Module, settings: Mapping[str, object], pixels: torch.Tensor, sizes: IntArray, form: PixelForm
 ) -> Features | None:
     """Returns the features of images; None without images.
 
     Args:
-        given: arguments of forward.
+        settings: see `settings_of`.
         pixels: patches or whole images.
         sizes: `[images, 3]` as in `BatchImages`.
     """
     if not len(sizes):
         return None
-    arguments: dict[str, Any] = {IMAGES.values: pixels}
+    arguments: dict[str, Any] = {**settings, IMAGES.values: pixels}
     if form.has_patches:
         arguments[IMAGES.grid] = torch.from_numpy(sizes).to(pixels.device)
     elif form.kind is PixelKind.PADDED_IMAGE:
         arguments[SIZES] = torch.from_numpy(sizes[:, 1:]).to(pixels.device)
-    if passes_keywords_on(type(backbone).forward, "get_image_features"):  # such as interpolate_pos_encoding
-        known = inspect.signature(backbone.forward).parameters
-        settings = ((name, value) for name, value in given.items() if name not in known)
-        arguments |= {name: value for name, value in settings if isinstance(value, bool | int | float | str)}
     output = backbone.get_image_features(**arguments | {"return_dict": True})  # type: ignore[operator]
     pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
     if isinstance(pooled, torch.Tensor) and pooled.ndim == 3:

@@ -34,7 +34,7 @@ from distca_hf.batches.images import (
 from distca_hf.comm.transport import Transport
 from distca_hf.cost import imbalance
 from distca_hf.integrations.models.hooks import Hook, Keywords
-from distca_hf.integrations.models.image_features import MovedFeatures, compute_features, towers_of
+from distca_hf.integrations.models.image_features import MovedFeatures, compute_features, settings_of, towers_of
 from distca_hf.integrations.models.structure import backbone_of, names_by_position
 from distca_hf.placement.images import PlacedImages, place_images
 from distca_hf.planning.image_moves import ImageMoves
@@ -145,23 +145,25 @@ class TowerBorders:
         """Returns arguments of forward that replace pixels; None if images stay. A collective call.
 
         Raises:
-            PackingError: ranks hold pixels of different forms; see `gather_images`.
+            PackingError, PlanMismatchError: ranks hold pixels of different forms, or give towers different arguments;
+                see `gather_images`.
             UnsupportedAttentionError: the class returns other features than expected; see `show_features`.
         """
         shown, self._shown, self._is_open = self._shown, None, False
         assert shown is not None
-        transport, where = among_trainers(plan.transport), f"micro-batch {plan.micro_batch}, images"
+        transport, number = among_trainers(plan.transport), plan.micro_batch
+        where, settings = f"micro-batch {number}, images", settings_of(backbone, given)
         values = [x for media in (IMAGES, VIDEOS) if (x := given.get(media.values)) is not None and x.numel()]
         cast = attrgetter(self.towers.cast)(backbone) if values and self.towers.cast else None
-        images, form = gather_images(transport, shown, given, cast, where)
+        images, form = gather_images(transport, shown, given, cast, settings, number)
         units = Units.of(images, form, self.towers.has_frames, transport.rank)
-        placed = self._placed(images, form, units, transport, plan.micro_batch)
+        placed = self._placed(images, form, units, transport, number)
         if placed is None:
             return None
         moves = ImageMoves.of(placed.rank_of, placed.dummies, units.held, transport.rank)
         device = tokens_of(given).device
         pixels = _sent(transport, values, form, moves, units, device, where)
-        features = compute_features(backbone, given, pixels, units.sizes[moves.computed], form)
+        features = compute_features(backbone, settings, pixels, units.sizes[moves.computed], form)
         of_features, tokens = show_features(transport, features, moves, placed.rank_of, where)
         rows = tokens[units.held == transport.rank]
         places, sent, received = moves.feature_rows(rows, tokens)
