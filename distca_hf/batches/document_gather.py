@@ -1,7 +1,8 @@
 """Document gather: tells all ranks the lengths of the documents that each of them holds, and which begin alike.
 
     every gather            | documents of each batch | lengths | hashes of their beginnings |    filled up with zeros
-      with image tokens     | ... | borders of each batch | where runs of these tokens begin and end |
+      and, if any has       | numbers of images of each batch | these numbers |
+      and, if any has       | borders of image tokens of each batch | where runs of these tokens begin and end |
     if any begin alike      | all hashes of these documents |
 
 `beginnings` says what is hashed. A document that must not share its prefix has no hashes; a hash of 0 stands for a
@@ -32,12 +33,14 @@ class BatchDocuments(NamedTuple):
         lengths: of each rank, the tokens of its documents.
         hashes: of each document of all ranks, its hashes, none of them if no other one begins alike; empty if no two
             documents do.
+        images: `BatchImages.numbers` of each rank; empty if images stay, or no rank has any.
         image_runs: of each rank, where tokens of images begin and end, in turn, among its tokens; empty if layers get
             no features of images, or no rank has any.
     """
 
     lengths: list[IntArray]
     hashes: list[IntArray]
+    images: Sequence[IntArray] = ()
     image_runs: Sequence[IntArray] = ()
 
 
@@ -49,7 +52,7 @@ class DocumentGather:
         most_documents: documents of the rank that has most in all these batches.
         least_tokens: shortest prefix that documents share; 0: none is shared.
         where: what is gathered, for errors.
-        most_borders: most numbers in `ReadDocuments.image_runs` of a rank in all these batches.
+        most_of_images: most numbers in `image_numbers`, and in `image_runs`, of a rank in all these batches.
     """
 
     def __init__(
@@ -59,17 +62,18 @@ class DocumentGather:
         most_documents: int,
         least_tokens: int,
         where: str,
-        most_borders: int = 0,
+        most_of_images: tuple[int, int] = (0, 0),
     ) -> None:
         self._transport, self._batches, self._where = transport, batches, where
-        self._most, self._least_tokens, self._most_borders = most_documents, least_tokens, most_borders
+        self._most, self._least_tokens, self._most_of_images = most_documents, least_tokens, most_of_images
         lengths = [read.known_lengths for read in batches]
         values = [*map(len, lengths), *_filled_up(lengths, most_documents)]
         if least_tokens:
             values += _filled_up([_beginnings(read, least_tokens) for read in batches], most_documents)
-        if most_borders:
-            runs = [np.zeros(0, dtype=np.int64) if read.image_runs is None else read.image_runs for read in batches]
-            values += [*map(len, runs), *_filled_up(runs, most_borders)]
+        of_images = [read.image_numbers for read in batches], [read.image_runs for read in batches]
+        for column, most in zip(of_images, most_of_images, strict=True):
+            if most:
+                values += [*map(len, column), *_filled_up(column, most)]
         self._gather = transport.gather(values, where)
 
     def wait(self) -> list[BatchDocuments]:
@@ -93,11 +97,12 @@ class DocumentGather:
             alike = [_repeated(of_batch) for of_batch in of_column(0, stop, most)]
             hashes = self._hashes(lengths, alike) if any(chosen.any() for of in alike for chosen in of) else None
             stop += most
-        runs: list[list[IntArray]] = [[]] * number
-        if self._most_borders:
-            runs = of_column(stop, stop + number, self._most_borders)
-        each = enumerate(zip(lengths, runs, strict=True))
-        return [BatchDocuments(of, [] if hashes is None else hashes[at], of_runs) for at, (of, of_runs) in each]
+        of_images = list[list[list[IntArray]]]()
+        for most in self._most_of_images:
+            of_images.append(of_column(stop, stop + number, most) if most else [[]] * number)
+            stop += number + most if most else 0
+        each = enumerate(zip(lengths, *of_images, strict=True))
+        return [BatchDocuments(of, [] if hashes is None else hashes[at], *more) for at, (of, *more) in each]
 
     def _hashes(self, lengths: list[list[IntArray]], alike: list[list[np.ndarray]]) -> list[list[IntArray]]:
         """Gathers all hashes of documents that begin alike; returns those of each batch and document."""

@@ -18,7 +18,7 @@ on a row of padding, to take part in everything that other ranks do.
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from zlib import crc32
@@ -61,6 +61,7 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
+NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
@@ -179,7 +180,7 @@ class ReadDocuments:
         hashes, unlearnt, unshared: see `Beginnings`.
         checksums: `checksums_of` the batch; None without hashes.
         images: sizes of images and videos; None if they must stay.
-        image_runs: where tokens of images begin and end, in turn, among all tokens; None if not requested.
+        image_runs: where tokens of images begin and end, in turn, among all tokens; empty if not requested.
     """
 
     lengths: IntArray | None
@@ -191,7 +192,7 @@ class ReadDocuments:
     unshared: str = ""
     checksums: Checksums | None = None
     images: BatchImages | None = None
-    image_runs: IntArray | None = None
+    image_runs: IntArray = field(default_factory=lambda: NOTHING)
 
     @property
     def known_lengths(self) -> IntArray:
@@ -202,12 +203,12 @@ class ReadDocuments:
     @property
     def num_image_tokens(self) -> int:
         """Tokens in `image_runs`."""
-        return 0 if self.image_runs is None else int(np.diff(self.image_runs)[::2].sum())
+        return int(np.diff(self.image_runs)[::2].sum())
 
     @property
-    def num_borders(self) -> int:
-        """Numbers in `image_runs`."""
-        return 0 if self.image_runs is None else len(self.image_runs)
+    def image_numbers(self) -> IntArray:
+        """Numbers of images that ranks gather; empty if they stay, or there are none."""
+        return NOTHING if self.images is None else self.images.numbers
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ class DocumentReader:
             *beginnings,
             checksums,
             images_of(host, self.placeholders.has_sizes, self.placeholders.known) if self.moves_images else None,
-            image_runs(host, tokens_of(pack), self.placeholders.known) if self.finds_image_tokens else None,
+            image_runs(host, tokens_of(pack), self.placeholders.known) if self.finds_image_tokens else NOTHING,
         )
 
 

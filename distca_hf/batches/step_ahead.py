@@ -20,6 +20,7 @@ import torch
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, to_share
+from distca_hf.batches.image_plans import ImagePlan
 from distca_hf.batches.read_documents import PaddedRows, ReadDocuments, Reading
 from distca_hf.comm.transport import Transport
 from distca_hf.planning.plan import Plan
@@ -27,9 +28,10 @@ from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.row_moves import PinnedRowMoves
 
 
-# Names of the numbers that ranks show each other: batches that are known and read, their documents, and borders of
-# runs of image tokens.
-FOLLOWING, DOCUMENTS, BORDERS = "batches that follow", "documents that follow", "borders of images that follow"
+# Names of the numbers that ranks show each other: batches that are known and read, their documents, numbers of their
+# images, and borders of runs of image tokens.
+FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
+IMAGES, BORDERS = "numbers of images that follow", "borders of images that follow"
 
 
 class HostPlan(NamedTuple):
@@ -39,12 +41,14 @@ class HostPlan(NamedTuple):
         plan, num_chunks: the plan, and the chunks of its exchanges.
         kinds: its routing, for each kind of layer.
         moves: moves of rows at the borders of the decoder; None if attention tasks move instead of rows.
+        images: plan of images; None if they stay, or no rank has any.
     """
 
     plan: Plan
     num_chunks: int
     kinds: PinnedKinds
     moves: PinnedRowMoves | None
+    images: ImagePlan | None = None
 
 
 class AheadPlan(NamedTuple):
@@ -117,7 +121,7 @@ class StepAhead:
         return step_batches
 
     def show(self) -> dict[str, int]:
-        """Reads the batches that follow, and returns how many they, their documents and borders of images are.
+        """Reads the batches that follow, and returns the numbers of these, of their documents and of their images.
 
         All are 0 in later passes, or if a batch cannot be read or keeps its padding.
         """
@@ -127,7 +131,8 @@ class StepAhead:
         return {
             FOLLOWING: len(self._documents),
             DOCUMENTS: sum(len(one.known_lengths) for one in self._documents),
-            BORDERS: sum(one.num_borders for one in self._documents),
+            IMAGES: sum(len(one.image_numbers) for one in self._documents),
+            BORDERS: sum(len(one.image_runs) for one in self._documents),
         }
 
     def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
@@ -142,7 +147,7 @@ class StepAhead:
         where = f"micro-batch {micro_batch}, document lengths of its step"
         of_pass = self.shares, self.returning is not Returning.STATES, self._least_tokens
         shown_as = [to_share(read, *of_pass) for read in documents]
-        most = max(shown[DOCUMENTS]), self._least_tokens, where, max(shown[BORDERS])
+        most = max(shown[DOCUMENTS]), self._least_tokens, where, (max(shown[IMAGES]), max(shown[BORDERS]))
         gather = DocumentGather(self._transport, shown_as, *most)
         self._gathering = documents, gather
 

@@ -78,8 +78,8 @@ REMEDIES = {
         "DeepSpeed, or the training loop), and take every optimizer step"
     ),
     Occasion.MOVE: (
-        "Ranks need equal models, and must give towers and the decoder the same inputs: names, dtypes and widths of "
-        "tensors with a value per token, and flags such as output_hidden_states"
+        "Ranks need equal models, and must give the decoder the same inputs: names, dtypes and widths of tensors with "
+        "a value per token, and flags such as output_hidden_states"
     ),
     Occasion.PLAN: (
         "Ranks need equal models, settings and versions, and must run the same passes in the same order. Evaluation "
@@ -103,6 +103,9 @@ class Facts(dict[str, object]):
     def digest(self) -> int:
         """Digest of the text, 63 bits."""
         return int.from_bytes(hashlib.blake2b(self.text, digest_size=8).digest()) >> 1
+
+
+NO_FACTS = Facts()
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.read_documents import PaddedRows, ReadDocuments
+from distca_hf.batches.read_documents import PaddedRows
 from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
@@ -135,17 +135,18 @@ class DecoderBorders:
         counts = padded is not None and padded.is_left_padded and not padded.has_own_positions
         return bool(self._counts) and counts
 
-    def begin(self, read: ReadDocuments) -> None:
+    def begin(self, padded: PaddedRows | None, image_tokens: int = 0) -> None:
         """Opens the borders for a pass on a given batch.
 
         Args:
-            read: what was read of the batch.
+            padded: places of the tokens, if rows are padded.
+            image_tokens: tokens that may be of images.
 
         Raises:
             UnsupportedAttentionError: rows begin with padding, which the model's positions would count.
         """
-        self._is_open, self._image_tokens = True, read.num_image_tokens
-        if self.counts_padding(read.padded):
+        self._is_open, self._image_tokens = True, image_tokens
+        if self.counts_padding(padded):
             raise UnsupportedAttentionError(
                 f"{self._class_name} {self._counts}, and rows are padded on the left: Transformers would count their "
                 "padding, too. Pad on the right (tokenizer.padding_side), or give position_ids "

@@ -36,7 +36,9 @@ from distca_hf.runtime.moved_images import FeatureForm, Features
 # Features that are moved.
 FEATURES = "pooler_output", "deepstack_features"
 # Keywords of a pass that are for its text, and may differ between ranks.
-OF_TEXT = {"num_items_in_batch", "max_length_q", "max_length_k", "use_cache"}
+OF_TEXT = frozenset(
+    {"num_items_in_batch", "max_length_q", "max_length_k", "use_cache", "logits_to_keep", "return_dict"}
+)
 # A dtype of the backbone or of a part of it, in source text.
 CAST = re.compile(r"self(\.\w+)*\.dtype")
 # Names of sizes in configurations of towers.
@@ -53,6 +55,7 @@ class Towers(NamedTuple):
         has_frames: whether each frame of a video is computed like an image.
         cast: attribute of the backbone, such as "visual.dtype", to which pixels are cast before anything else; or
             empty. Under autocast, too, they are then cast to it.
+        not_settings: names of arguments of forward that are no settings of the tower; None if it is given none.
     """
 
     stay: str
@@ -60,6 +63,14 @@ class Towers(NamedTuple):
     side: int = 1
     has_frames: bool = False
     cast: str = ""
+    not_settings: frozenset[str] | None = None
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, object]:
+        """Returns which arguments of a pass are settings of the tower, such as `interpolate_pos_encoding`."""
+        if self.not_settings is None:
+            return {}
+        named = {name: value for name, value in given.items() if isinstance(value, bool | int | float | str)}
+        return {name: value for name, value in named.items() if name not in self.not_settings}
 
 
 def towers_of(model: PreTrainedModel) -> Towers:
@@ -77,7 +88,10 @@ def towers_of(model: PreTrainedModel) -> Towers:
         return Towers("its tower computes means over images")
     side = getattr(vision, "patch_size", 1)
     side = max(side) if isinstance(side, list | tuple) else side
-    return Towers("", _cost(tower, side), side, _has_frames(tower, backbone), _cast(backbone))
+    named = None
+    if passes_keywords_on(type(backbone).forward, "get_image_features"):
+        named = OF_TEXT.union(inspect.signature(backbone.forward).parameters)
+    return Towers("", _cost(tower, side), side, _has_frames(tower, backbone), _cast(backbone), named)
 
 
 def _stay(backbone: PreTrainedModel) -> str:
@@ -184,21 +198,13 @@ class MovedFeatures(ModelOutput):
         return cls(pooled, deep)
 
 
-def settings_of(backbone: nn.Module, given: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Returns which of the backbone's arguments are settings of its tower, such as `interpolate_pos_encoding`."""
-    if not passes_keywords_on(type(backbone).forward, "get_image_features"):
-        return {}
-    others = OF_TEXT | inspect.signature(backbone.forward).parameters.keys()
-    return {name: x for name, x in given.items() if name not in others and isinstance(x, bool | int | float | str)}
-
-
 def compute_features(
     backbone: nn.Module, settings: Mapping[str, object], pixels: torch.Tensor, sizes: IntArray, form: PixelForm
 ) -> Features | None:
     """Returns the features of images; None without images.
 
     Args:
-        settings: see `settings_of`.
+        settings: further arguments of the tower.
         pixels: patches or whole images.
         sizes: `[images, 3]` as in `BatchImages`.
     """

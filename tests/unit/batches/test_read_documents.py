@@ -26,7 +26,7 @@ from distca_hf.batches.read_documents import (
     reading_of,
     take_reading,
 )
-from distca_hf.batches.step_ahead import BORDERS, DOCUMENTS, FOLLOWING, StepAhead
+from distca_hf.batches.step_ahead import BORDERS, DOCUMENTS, FOLLOWING, IMAGES, StepAhead
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanMismatchError
 from distca_hf.runtime.live_plan import LivePlan
@@ -98,10 +98,9 @@ def test_runs_of_image_tokens_are_found_among_tokens_without_padding(change: Bat
     batch = {name: value for name, value in (given | change).items() if value is not None}
     read = IMAGE_READER.read(batch)
 
-    assert read.image_runs is not None
-    assert (read.image_runs.tolist(), read.num_borders) == (runs, len(runs))
+    assert read.image_runs.tolist() == runs
     assert read.num_image_tokens == sum(runs[1::2]) - sum(runs[::2])
-    assert READER.read(batch).num_borders == 0
+    assert len(READER.read(batch).image_runs) == 0
 
 
 def test_runs_of_all_batches_and_ranks_are_gathered_with_lengths() -> None:
@@ -109,8 +108,10 @@ def test_runs_of_all_batches_and_ranks_are_gathered_with_lengths() -> None:
 
     def run(transport: LoopbackTransport) -> list[tuple[list[list[int]], list[list[int]]]]:
         reads = [IMAGE_READER.read({"input_ids": one}) for one in ids[transport.rank]]
-        gathered = DocumentGather(transport, reads, 2, 0, "documents", 4).wait()
-        return [tuple([one.tolist() for one in of] for of in (batch[0], batch[2])) for batch in gathered]  # type: ignore[misc]
+        gathered = DocumentGather(transport, reads, 2, 0, "documents", (0, 4)).wait()
+        return [
+            ([one.tolist() for one in batch.lengths], [one.tolist() for one in batch.image_runs]) for batch in gathered
+        ]
 
     expected = [([[3], [1]], [[0, 2], []]), ([[2], [4]], [[], [0, 1, 2, 4]])]
     assert run_ranks(2, run) == 2 * [expected]
@@ -246,10 +247,11 @@ def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_ba
         assert ahead.take(reads[0]) is None
         assert ahead.take_step_batches() == 4
         assert ahead.take_step_batches() == 0
-        assert ahead.show() == {FOLLOWING: 3, DOCUMENTS: 2 + 2 * rank, BORDERS: 0}
-        ahead.seen({FOLLOWING: [3, 3, 3], DOCUMENTS: [2, 4, 6], BORDERS: [0, 0, 0]}, 0)
-        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0, BORDERS: 0}  # by a second pass before the first one ends
-        ahead.seen({FOLLOWING: [0, 0, 0], DOCUMENTS: [0, 0, 0], BORDERS: [0, 0, 0]}, 1)
+        assert ahead.show() == {FOLLOWING: 3, DOCUMENTS: 2 + 2 * rank, IMAGES: 0, BORDERS: 0}
+        ahead.seen({FOLLOWING: [3, 3, 3], DOCUMENTS: [2, 4, 6], IMAGES: [0, 0, 0], BORDERS: [0, 0, 0]}, 0)
+        # By a second pass before the first one ends.
+        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0, IMAGES: 0, BORDERS: 0}
+        ahead.seen({FOLLOWING: [0, 0, 0], DOCUMENTS: [0, 0, 0], IMAGES: [0, 0, 0], BORDERS: [0, 0, 0]}, 1)
         assert len(places) == 1
         ahead.start()
         taken = [plan for plan in map(ahead.take, reads) if plan is not None]
@@ -258,7 +260,7 @@ def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_ba
         first, second, third = (plan.planned for plan in taken)
         assert third.result() == [7, 7, 7]
         ahead.begin([readings[0], None], 4, CPU)
-        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0, BORDERS: 0}
+        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0, IMAGES: 0, BORDERS: 0}
         return first.result(), str(second.exception()), list(map(ahead.take, reads))
 
     assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", [None, None, None])]
