@@ -86,6 +86,12 @@ class PassCosts:
     forward: StepCost
     backward: StepCost
 
+    @property
+    def both(self) -> StepCost:
+        """Costs of both passes together."""
+        one, other = self.forward, self.backward
+        return StepCost(one.token_seconds + other.token_seconds, one.pair_seconds + other.pair_seconds)
+
 
 @dataclass(frozen=True)
 class StepFlops:
@@ -163,6 +169,18 @@ class StepFlops:
 LLAMA_8B_COSTS = StepFlops.of(32 * 218_103_808, 32 * 218_103_808, 2 * (128 + 128) * 32 * 32).pass_costs(
     recomputes_layers=True, recomputes_attention=False
 )
+
+
+def costs_to_place(flops: StepFlops | None) -> PassCosts:
+    """Returns the costs by which placement weighs tokens against pairs: of checkpointed layers that keep attention.
+    They are the same on all ranks, whatever each of them checkpoints.
+
+    Args:
+        flops: of the model; None if unknown.
+    """
+    if flops is None or not flops.pair_forward:
+        return LLAMA_8B_COSTS
+    return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, TokenBytes
 from distca_hf.errors import ConfigError
-from distca_hf.flops import PassCosts, StepFlops
+from distca_hf.flops import PassCosts, StepFlops, costs_to_place
 from distca_hf.whole_file import read_at_most
 
 
@@ -193,8 +193,8 @@ class SimulatedModel(ModelShape):
 
     @property
     def pass_costs(self) -> PassCosts:
-        """Seconds of a token and of a pair with which a training shapes steps for a pipeline."""
-        return self.flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
+        """Seconds of a token and of a pair with which a training places rows, and shapes steps for a pipeline."""
+        return costs_to_place(self.flops)
 
 
 def llama_shape(

@@ -19,7 +19,7 @@ from distca_hf.batches.batch_documents import Batch, media_of
 from distca_hf.batches.images import check_all_hold, may_move
 from distca_hf.batches.prepare import Prepared
 from distca_hf.batches.read_documents import ReadDocuments, checksum_of
-from distca_hf.comm.agreement import Agreement, Facts, Occasion, by_value, labels_of
+from distca_hf.comm.agreement import NO_FACTS, Agreement, Facts, Occasion, by_value, labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -114,8 +114,10 @@ class ShownNumbers(NamedTuple):
         needing: names of the ranks that need hidden states, as text.
         is_planned: whether all ranks planned this micro-batch ahead, under the same number.
         most_images: images and videos of the rank that has most; 0 if some rank's must stay.
+        image_dtype: dtype of their pixels; None without any, or of one that is not moved.
         images_wait: whether on some rank a tower waits for those of all ranks.
         images_train: whether towers, or what follows them, need gradients on some rank.
+        most_borders: borders of runs of image tokens of the rank that has most; see `ReadDocuments`.
     """
 
     stays_padded: bool
@@ -126,8 +128,10 @@ class ShownNumbers(NamedTuple):
     needing: str
     is_planned: bool
     most_images: int
+    image_dtype: torch.dtype | None
     images_wait: bool
     images_train: bool
+    most_borders: int
 
 
 class GivenAgreement:
@@ -149,6 +153,7 @@ class GivenAgreement:
         ahead: int = 0,
         step_batches: int = 0,
         meanwhile: Callable[[], None] = lambda: None,
+        towers: Facts = NO_FACTS,
     ) -> ShownNumbers:
         """Shows all ranks this rank's batch, and returns what they showed. A collective call.
 
@@ -161,6 +166,7 @@ class GivenAgreement:
             ahead: number of the micro-batch among those planned ahead, counted from 1; 0 if it was not planned ahead.
             step_batches: number of micro-batches in the step, if this is the first one; otherwise 0.
             meanwhile: runs while this rank waits for the others.
+            towers: arguments of towers, by name; the same on all ranks if images may move.
 
         Raises:
             PackingError: only some ranks hold images, which must stay, and would wait for the others.
@@ -191,6 +197,8 @@ class GivenAgreement:
                 "form": form_of(batch, [*gradients_of, bool(returning)]),
                 "returning": returning,
                 "planned ahead": ahead,
+                "borders of images": len(read.image_runs),
+                "arguments of towers": towers.digest,
                 **flags,
             },
         )
@@ -224,8 +232,13 @@ class GivenAgreement:
         needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
         of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
-        most_images = max(num_images) if min(num_images) >= 0 else 0
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, wait, train)
+        bits = max(numbers["dtypes of images"]) >> 1
+        dtype = MEDIA_DTYPES[bits.bit_length()]
+        most_images = max(num_images) if min(num_images) >= 0 and dtype is not None else 0
+        if most_images and len({*numbers["arguments of towers"]}) > 1:
+            Agreement.start(self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS).wait()  # raises an error
+        borders = max(numbers["borders of images"])
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, dtype, wait, train, borders)
 
     def _facts_of(self, step_batches: int, has_gradients: bool) -> Facts:
         """Returns what must be the same on all ranks."""

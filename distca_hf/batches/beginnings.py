@@ -77,6 +77,11 @@ class Placeholders:
     video: int | None = None
     has_sizes: bool = False
 
+    @property
+    def known(self) -> list[int]:
+        """The tokens that the model has."""
+        return [token for token in (self.image, self.video) if token is not None]
+
 
 class Beginnings(NamedTuple):
     """What ranks know of the beginnings of documents.

@@ -1,6 +1,8 @@
 """Document gather: tells all ranks the lengths of the documents that each of them holds, and which begin alike.
 
     every gather            | documents of each batch | lengths | hashes of their beginnings |    filled up with zeros
+      and, if any has       | numbers of images of each batch | these numbers |
+      and, if any has       | borders of image tokens of each batch | where runs of these tokens begin and end |
     if any begin alike      | all hashes of these documents |
 
 `beginnings` says what is hashed. A document that must not share its prefix has no hashes; a hash of 0 stands for a
@@ -31,10 +33,15 @@ class BatchDocuments(NamedTuple):
         lengths: of each rank, the tokens of its documents.
         hashes: of each document of all ranks, its hashes, none of them if no other one begins alike; empty if no two
             documents do.
+        images: `BatchImages.numbers` of each rank; empty if images stay, or no rank has any.
+        image_runs: of each rank, where tokens of images begin and end, in turn, among its tokens; empty if layers get
+            no features of images, or no rank has any.
     """
 
     lengths: list[IntArray]
     hashes: list[IntArray]
+    images: Sequence[IntArray] = ()
+    image_runs: Sequence[IntArray] = ()
 
 
 class DocumentGather:
@@ -45,6 +52,7 @@ class DocumentGather:
         most_documents: documents of the rank that has most in all these batches.
         least_tokens: shortest prefix that documents share; 0: none is shared.
         where: what is gathered, for errors.
+        most_of_images: most numbers in `image_numbers`, and in `image_runs`, of a rank in all these batches.
     """
 
     def __init__(
@@ -54,15 +62,19 @@ class DocumentGather:
         most_documents: int,
         least_tokens: int,
         where: str,
+        most_of_images: tuple[int, int] = (0, 0),
     ) -> None:
         self._transport, self._batches, self._where = transport, batches, where
-        self._most, self._least_tokens = most_documents, least_tokens
+        self._most, self._least_tokens, self._most_of_images = most_documents, least_tokens, most_of_images
         lengths = [read.known_lengths for read in batches]
-        columns = [[tokens for of_batch in lengths for tokens in of_batch.tolist()]]
+        values = [*map(len, lengths), *_filled_up(lengths, most_documents)]
         if least_tokens:
-            columns.append([one for read in batches for one in _beginnings(read, least_tokens).tolist()])
-        filled_up = [value for column in columns for value in (*column, *[0] * (most_documents - len(column)))]
-        self._gather = transport.gather([*map(len, lengths), *filled_up], where)
+            values += _filled_up([_beginnings(read, least_tokens) for read in batches], most_documents)
+        of_images = [read.image_numbers for read in batches], [read.image_runs for read in batches]
+        for column, most in zip(of_images, most_of_images, strict=True):
+            if most:
+                values += [*map(len, column), *_filled_up(column, most)]
+        self._gather = transport.gather(values, where)
 
     def wait(self) -> list[BatchDocuments]:
         """Returns the documents of each batch.
@@ -70,24 +82,27 @@ class DocumentGather:
         Raises:
             PeerLostError: a rank was lost in the meantime.
         """
-        rows, number = self._gather.wait(), len(self._batches)
-        counts = [offsets(as_int_array(row[:number], self._where)) for row in rows]
+        number, most, hashes = len(self._batches), self._most, None
+        rows = [as_int_array(row, self._where) for row in self._gather.wait()]
 
-        def of_column(at: int) -> list[list[IntArray]]:
-            """Returns a column of each batch and rank."""
-            first = number + at * self._most
-            values = [as_int_array(row[first : first + self._most], self._where) for row in rows]
-            return [
-                [of_rank[border[batch] : border[batch + 1]] for of_rank, border in zip(values, counts, strict=True)]
-                for batch in range(number)
-            ]
+        def of_column(counted: int, first: int, most: int) -> list[list[IntArray]]:
+            """Returns a column of each batch and rank, which begins at `first` and has its counts at `counted`."""
+            of_ranks = (
+                np.split(row[first : first + most], row[counted : counted + number].cumsum())[:-1] for row in rows
+            )
+            return [list(of_batch) for of_batch in zip(*of_ranks, strict=True)]
 
-        lengths = of_column(0)
-        if not self._least_tokens:
-            return [BatchDocuments(of_batch, []) for of_batch in lengths]
-        alike = [_repeated(of_batch) for of_batch in of_column(1)]
-        hashes = self._hashes(lengths, alike) if any(chosen.any() for of in alike for chosen in of) else None
-        return [BatchDocuments(of, [] if hashes is None else hashes[batch]) for batch, of in enumerate(lengths)]
+        lengths, stop = of_column(0, number, most), number + most
+        if self._least_tokens:
+            alike = [_repeated(of_batch) for of_batch in of_column(0, stop, most)]
+            hashes = self._hashes(lengths, alike) if any(chosen.any() for of in alike for chosen in of) else None
+            stop += most
+        of_images = list[list[list[IntArray]]]()
+        for most in self._most_of_images:
+            of_images.append(of_column(stop, stop + number, most) if most else [[]] * number)
+            stop += number + most if most else 0
+        each = enumerate(zip(lengths, *of_images, strict=True))
+        return [BatchDocuments(of, [] if hashes is None else hashes[at], *more) for at, (of, *more) in each]
 
     def _hashes(self, lengths: list[list[IntArray]], alike: list[list[np.ndarray]]) -> list[list[IntArray]]:
         """Gathers all hashes of documents that begin alike; returns those of each batch and document."""
@@ -113,6 +128,12 @@ class DocumentGather:
                 hashes[-1] += [values[at][start:stop] for start, stop in pairwise(borders.tolist())]
                 first[at] = int(borders[-1])
         return hashes
+
+
+def _filled_up(columns: Sequence[IntArray], most: int) -> list[int]:
+    """Returns the values of all columns, filled up with zeros."""
+    values = [value for column in columns for value in column.tolist()]
+    return values + [0] * (most - len(values))
 
 
 def to_share(read: ReadDocuments, shares: bool, has_one_label: bool, least_tokens: int) -> ReadDocuments:

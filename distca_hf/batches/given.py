@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -26,16 +26,17 @@ import torch
 from distca_hf.batches.agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, say_unshared, to_share
-from distca_hf.batches.images import ShownImages
+from distca_hf.batches.image_plans import ImagePlan, ImagePlanner, ShownImages
+from distca_hf.batches.images import HEADER, BatchImages
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, PaddedRows, ReadDocuments, Reading
 from distca_hf.batches.step_ahead import HostPlan, StepAhead
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import NO_FACTS, Agreement, Facts, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import DistCAError, PackingError
-from distca_hf.flops import StepFlops
+from distca_hf.flops import StepFlops, costs_to_place
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds
 from distca_hf.planning.plan import ExtraRanks, PlanFacts
@@ -61,8 +62,9 @@ class GivenPlanner:
     Args:
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         places_rows: whether rows are placed inside the model; otherwise they stay, and attention tasks move.
-        flops: operations of the model, to count the work of a step; None if not known.
+        flops: operations of the model, by which batches are even and a step is counted; None if not known.
         halo_tokens: see `PlacedPlanner`.
+        image_planner: plans images; None if these stay.
 
     Attributes:
         world_size: number of ranks that exchange rows when a model trains.
@@ -71,7 +73,7 @@ class GivenPlanner:
         returning: what the pass of the latest micro-batch returns.
         needing: ranks that need its hidden states, as text.
         times: how long planning took for the micro-batches that a model was trained on.
-        images: sizes of images of the latest micro-batch; None if they stay, or no rank has any.
+        images: images of the latest micro-batch; None if they stay, or no rank has any.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class GivenPlanner:
         places_rows: bool = False,
         flops: StepFlops | None = None,
         halo_tokens: int | None = None,
+        image_planner: ImagePlanner | None = None,
     ) -> None:
         self._totals, self._uncounted = PlanTotals(), list[PlanFacts]()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
@@ -92,12 +95,13 @@ class GivenPlanner:
         self._config = config
         self._transport, self.world_size = transport, transport.world_size
         self._posting = transport if isinstance(transport, PostingTransport) else None
-        topology = config.topology(transport.world_size)
-        self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
+        topology, cost = config.topology(transport.world_size), costs_to_place(flops).both
+        self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows, cost)
         self._read_batch, self._flops, self._halo_tokens = read, flops, halo_tokens
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
         self.images: ShownImages | None = None
+        self._image_planner, self._images_wait = image_planner, False
         self._agreement = GivenAgreement(config, transport)
         can_share = places_rows and self._posting is None
         self._least_tokens, self._said_unshared = config.shared_prefix_tokens if can_share else 0, False
@@ -153,6 +157,7 @@ class GivenPlanner:
         returning: Returning = Returning.STATES,
         meanwhile: Callable[[], None] = lambda: None,
         unshared: str = "",
+        towers: Facts = NO_FACTS,
     ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
@@ -163,6 +168,7 @@ class GivenPlanner:
             returning: what this rank needs of the pass's results.
             meanwhile: runs while this rank waits for the others.
             unshared: why documents of this rank must not share prefixes; empty if they may.
+            towers: arguments of towers, by name.
 
         Returns:
             The plan; None if some rank's batch keeps its padding: then every rank attends to its own batch.
@@ -187,13 +193,11 @@ class GivenPlanner:
         if planned is not None and planned.shares and unshared:
             planned = None
         ahead = 0 if planned is None else planned.number
-        of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile
+        of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile, towers
         shown = self._agreement.reach(batch, read, number, *of_pass)
         self.images = None
         if shown.stays_padded:
             return None
-        if shown.most_images and read.images is not None:
-            self.images = ShownImages(read.images, shown.most_images, shown.images_wait, shown.images_train)
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.known_lengths
         self._step.shares, self._step.returning = not unshared, shown.returning
         shares, has_one_label = not unshared and self._least_tokens > 0, shown.returning is not Returning.STATES
@@ -207,10 +211,18 @@ class GivenPlanner:
         extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
         if planned is not None and shown.is_planned and planned.fits(shown.returning):
             prepare = planned.planned.result
+            plan_images = partial(self._images_ahead, prepare)
         else:
             where = f"micro-batch {number}, document lengths"
-            gather = DocumentGather(self._transport, [shown_as], max(shown.num_documents), self._least_tokens, where)
-            prepare = partial(self._prepare_gathered, gather, read.padded, device.type == "cuda", extra_ranks)
+            of_images = HEADER + 3 * shown.most_images if shown.most_images else 0, shown.most_borders
+            most = max(shown.num_documents), self._least_tokens, where, of_images
+            gather = DocumentGather(self._transport, [shown_as], *most)
+            wait = cache(lambda: gather.wait()[0])  # towers and the decoder both need it
+            prepare = partial(self._prepare_gathered, wait, read.padded, device.type == "cuda", extra_ranks)
+            plan_images = partial(self._images_gathered, wait)
+        self._images_wait = shown.images_wait
+        if shown.most_images and shown.image_dtype is not None and self._image_planner is not None:
+            self.images = ShownImages(plan_images, shown.image_dtype, shown.images_train)
         spent_seconds = time.perf_counter() - began
         plan = partial(self._plan_incoming, prepare, number, trains, device, extra_ranks, shown, spent_seconds)
         later = PlannedLater(longest_tokens, plan)
@@ -233,16 +245,33 @@ class GivenPlanner:
         self._said_unshared = say_unshared(read, shown_as, why, tokens)
 
     def _prepare_gathered(
-        self, gather: DocumentGather, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
+        self, wait: Callable[[], BatchDocuments], padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
-        """Waits for the documents of all ranks, then plans and routes their batches."""
-        [documents] = gather.wait()
-        return self._prepare(documents, padded, pin, extra_ranks)
+        """Waits for the documents of all ranks, then plans and routes their batches. Towers plan images before."""
+        return self._prepare(wait()._replace(images=()), padded, pin, extra_ranks)
+
+    def _images_gathered(self, wait: Callable[[], BatchDocuments]) -> ImagePlan:
+        """Waits for the images of all ranks, then plans them."""
+        assert self._image_planner is not None
+        images = [BatchImages.of_numbers(numbers) for numbers in wait().images]
+        return self._image_planner.plan(images, self._images_wait)
+
+    def _images_ahead(self, prepare: Callable[[], HostPlan]) -> ImagePlan:
+        """Returns the plan that was made ahead; or another one if towers wait for each other only since then."""
+        plan = prepare().images
+        assert plan is not None
+        assert self._image_planner is not None
+        is_right = plan.every_rank == self._images_wait
+        return plan if is_right else self._image_planner.plan(plan.images, self._images_wait)
 
     def _prepare(
         self, documents: BatchDocuments, padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
         """Plans and routes batches on the host, from the documents of each rank; safe in a thread."""
+        images = None
+        if self._image_planner is not None and any(map(len, documents.images)):
+            of_ranks = [BatchImages.of_numbers(numbers) for numbers in documents.images]
+            images = self._image_planner.plan(of_ranks, self._images_wait)
         home, plans = Layout.from_packs(documents.lengths), self._plans
         layout = plans.layout(home, documents.hashes, self._least_tokens)
         plan = plans.plan(layout, extra_ranks)
@@ -254,10 +283,10 @@ class GivenPlanner:
         routed = routed._replace(facts=routed.facts.with_tokens(home, layout))
         kinds = PinnedKinds.prepare(routed, pin, self._halo_tokens)
         if not plans.places_rows:
-            return HostPlan(plan, num_chunks, kinds, None)
-        places = () if padded is None else (padded.token_places.numpy(), prod(padded.shape))
-        moves = RowMoves.of(home, layout, rank, *places)
-        return HostPlan(plan, num_chunks, kinds, PinnedRowMoves.prepare(moves, pin))
+            return HostPlan(plan, num_chunks, kinds, None, images)
+        places, num_places = (None, 1) if padded is None else (padded.token_places.numpy(), prod(padded.shape))
+        moves = RowMoves.of(home, layout, rank, places, num_places, documents.image_runs)
+        return HostPlan(plan, num_chunks, kinds, PinnedRowMoves.prepare(moves, pin), images)
 
     def _plan_incoming(
         self,
@@ -271,7 +300,7 @@ class GivenPlanner:
     ) -> Planned:
         """Waits for the plan or makes it, and copies it to the device."""
         began = time.perf_counter()
-        plan, num_chunks, kinds, moves = prepare()
+        plan, num_chunks, kinds, moves, _ = prepare()
         self.latest_moves = None if moves is None else moves.moves
         facts = kinds.facts
         if shown.returning is not Returning.STATES:  # head and loss run on placed rows

@@ -8,7 +8,7 @@ Sizes are read and checked on the host, together with documents. Images of batch
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from distca_hf.comm.agreement import labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PackingError
-from distca_hf.runtime.moved_images import DTYPES
 
 
 SIZES = "image_sizes"
@@ -29,8 +28,8 @@ OUTPUTS = "mm_encoder_outputs"
 # Further arguments of `get_image_features`, which its configuration has, too.
 CHOICES = ("vision_feature_layer", "vision_feature_select_strategy")
 KNOWN = {IMAGES.values, IMAGES.grid, SIZES, VIDEOS.values, VIDEOS.grid}
-# Numbers before the sizes in a gather: counts of images and of all items, then the form of pixels.
-HEADER = 8
+# Numbers before the sizes in a gather: count of images, and form of pixels.
+HEADER = 6
 
 
 class BatchImages(NamedTuple):
@@ -40,26 +39,27 @@ class BatchImages(NamedTuple):
         num_images: number of images; videos follow them.
         sizes: `[items, 3]` numbers of patches over time, height and width; for whole images 1, height and width in
             pixels.
+        form: kind of pixels, number of axes, and shape of a row; zeros without pixels.
     """
 
     num_images: int
     sizes: IntArray
+    form: tuple[int, ...] = (0,) * 5
 
+    @property
+    def numbers(self) -> IntArray:
+        """All of it in a row, which ranks gather; empty without items."""
+        return np.array(
+            [self.num_images, *self.form, *self.sizes.flatten()] if len(self.sizes) else [], dtype=np.int64
+        )
 
-class ShownImages(NamedTuple):
-    """What a rank knows of images before its pass.
-
-    Attributes:
-        mine: images of its batch.
-        most_items: items of the rank that has most.
-        wait: whether on some rank a tower waits for those of all ranks: for weights, or for gradients.
-        train: whether towers, or what follows them, need gradients on some rank.
-    """
-
-    mine: BatchImages
-    most_items: int
-    wait: bool
-    train: bool
+    @classmethod
+    def of_numbers(cls, numbers: IntArray) -> Self:
+        """Returns the images that `numbers` tell."""
+        if not len(numbers):
+            return cls(0, np.zeros((0, 3), dtype=np.int64))
+        num_images, *form = numbers[:HEADER].tolist()
+        return cls(num_images, numbers[HEADER:].reshape(-1, 3), tuple(form))
 
 
 class PixelKind(enum.IntEnum):
@@ -75,15 +75,13 @@ class PixelForm(NamedTuple):
 
     Attributes:
         kind: what a row of pixels is.
-        dtype: dtype of pixels.
+        dtype: dtype in which pixels travel.
         room: shape of a row; for whole images, the largest height and width on any rank.
-        is_alike: whether all ranks have this shape.
     """
 
     kind: PixelKind
     dtype: torch.dtype
     room: tuple[int, ...]
-    is_alike: bool
 
     @property
     def has_patches(self) -> bool:
@@ -94,14 +92,16 @@ class PixelForm(NamedTuple):
 NO_IMAGES = BatchImages(0, np.zeros((0, 3), dtype=np.int64))
 
 
-def images_of(batch: Mapping[str, Any], has_sizes: bool) -> BatchImages | None:
-    """Returns the images of a batch, whose sizes are on the host; None if their form is unknown.
+def images_of(batch: Mapping[str, Any], has_sizes: bool, known: Sequence[int] = ()) -> BatchImages | None:
+    """Returns the images of a batch, whose ids and sizes are on the host; None if their form is unknown.
 
     Args:
         has_sizes: see `Placeholders`; for other towers `image_sizes` means something else.
+        known: tokens that features of images and videos replace.
 
     Raises:
-        PackingError: an image has another size than its grid, or its entry of `image_sizes`, says.
+        PackingError: an image has another size than its grid, or its entry of `image_sizes`, says; or ids hold none of
+            these tokens.
     """
     names = media_of(batch)
     if not names:
@@ -127,7 +127,29 @@ def images_of(batch: Mapping[str, Any], has_sizes: bool) -> BatchImages | None:
             found.append(_whole(batch[media.values], batch[SIZES] if SIZES in names else None))
         else:
             return None
-    return BatchImages(len(found[0]), np.concatenate(found))
+    if known and "input_ids" in batch and not torch.isin(batch["input_ids"], torch.tensor(known)).any():
+        raise PackingError(
+            f"the batch has {', '.join(names)} of {sum(map(len, found))} images or videos, and input_ids hold no "
+            f"token that their features replace ({' or '.join(map(str, known))}). If rows were cut at a length, cut "
+            "none with images (max_length=None), or leave out their images, too"
+        )
+    return BatchImages(len(found[0]), np.concatenate(found), _form_of(batch))
+
+
+def image_runs(batch: Mapping[str, Any], tokens: torch.Tensor, known: Sequence[int]) -> IntArray:
+    """Returns where tokens of images begin and end, in turn. If ids do not tell, all tokens of a batch with images may
+    be of these.
+
+    Args:
+        tokens: ids or embeddings of the batch, without padding.
+        known: tokens that features of images and videos replace.
+    """
+    if "input_ids" in batch and known:
+        is_image = torch.isin(tokens.flatten(), torch.tensor(known))
+    else:
+        is_image = torch.full((tokens.shape[:2].numel(),), bool(media_of(batch)))
+    runs: IntArray = np.flatnonzero(np.diff(is_image.numpy(), prepend=False, append=False))
+    return runs
 
 
 def may_move(batch: Mapping[str, Any]) -> bool:
@@ -169,56 +191,46 @@ def _whole(pixels: torch.Tensor, sizes: torch.Tensor | None) -> IntArray:
     return np.column_stack([np.ones(count, dtype=np.int64), numbers])
 
 
-def gather_images(
-    transport: Transport, shown: ShownImages, batch: Mapping[str, Any], where: str
-) -> tuple[list[BatchImages], PixelForm]:
-    """Returns the images of each rank, and the form of their pixels. A collective call.
+def pixel_form(images: Sequence[BatchImages], dtype: torch.dtype, labels: Sequence[str], where: str) -> PixelForm:
+    """Returns the form of the pixels of all ranks.
 
     Args:
-        batch: this rank's batch.
-        where: names the pass in messages.
+        images: images of each rank.
+        dtype: dtype in which pixels travel.
+        labels: names of the ranks.
+        where: names rank and pass in messages.
 
     Raises:
-        PackingError: ranks hold pixels of different dtypes or shapes, because their processors differ.
+        PackingError: ranks hold pixels of different shapes, because their processors differ.
     """
-    num_images, sizes = shown.mine
-    values = [num_images, len(sizes), *_form_of(batch), *sizes.flatten().tolist()]
-    rows = transport.gather(values + [0] * (HEADER + 3 * shown.most_items - len(values)), f"{where}, sizes").wait()
-    images = [
-        BatchImages(row[0], np.array(row[HEADER : HEADER + 3 * row[1]], dtype=np.int64).reshape(-1, 3)) for row in rows
-    ]
-    holding = [rank for rank, row in enumerate(rows) if row[1]]
-    forms = np.array([rows[rank][2:HEADER] for rank in holding])
-    number, kind, axes = forms[0, :3].tolist()
-    same = ["dtype", "kind of rows", "number of axes", "numbers of a patch, or channels"]
+    holding = [rank for rank, of in enumerate(images) if len(of.sizes)]
+    forms = np.array([images[rank].form for rank in holding])
+    kind, axes = forms[0, :2].tolist()
+    same = ["kind of rows", "number of axes", "numbers of a patch, or channels"]
     if kind == PixelKind.PATCH:
         same += ["height of a patch", "width of a patch"]
     for at, name in enumerate(same):
         if len(others := np.flatnonzero(forms[:, at] != forms[0, at])):
-            labels = labels_of(transport, Scope.ROWS)
             of_ranks = [(int(forms[which, at]), labels[holding[which]]) for which in (0, others[0])]
-            meanings = {"dtype": DTYPES, "kind of rows": (None, *(of.name.lower() for of in PixelKind))}.get(name)
+            meanings = {"kind of rows": (None, *(of.name.lower() for of in PixelKind))}.get(name)
             shown_as = (f"{x if meanings is None else meanings[x]} on rank {label}" for x, label in of_ranks)
             raise PackingError(
-                f"{transport.grid.name}, {where}: {name} of pixels is {' and '.join(shown_as)}; nothing was sent. Use "
+                f"{where}: {name} of pixels is {' and '.join(shown_as)}; nothing was sent. Use "
                 "one processor, with the same settings, on all ranks"
             )
-    dtype, rooms = DTYPES[number], forms[:, 3 : 2 + axes]
-    assert dtype is not None  # ranks with images hold pixels
-    room, is_alike = tuple(rooms.max(axis=0).tolist()), bool((rooms == rooms[0]).all())
-    return images, PixelForm(PixelKind(kind), dtype, room, is_alike)
+    return PixelForm(PixelKind(kind), dtype, tuple(forms[:, 2 : 1 + axes].max(axis=0).tolist()))
 
 
-def _form_of(batch: Mapping[str, Any]) -> list[int]:
-    """Returns dtype, kind, number of axes and shape of pixels; zeros without pixels."""
+def _form_of(batch: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns kind, number of axes and shape of pixels; zeros without pixels."""
     for media in (IMAGES, VIDEOS):
         pixels = batch.get(media.values)
         if pixels is not None and pixels.numel():
             is_padded = batch.get(SIZES) is not None
             whole = PixelKind.PADDED_IMAGE if is_padded else PixelKind.IMAGE
             kind = whole if batch.get(media.grid) is None else PixelKind.PATCH
-            return [DTYPES.index(pixels.dtype), kind, pixels.ndim, *pixels.shape[1:], *[0] * (4 - pixels.ndim)]
-    return [0] * 6
+            return kind, pixels.ndim, *pixels.shape[1:], *[0] * (4 - pixels.ndim)
+    return NO_IMAGES.form
 
 
 def check_all_hold(transport: Transport, flags: Sequence[int], number: int) -> None:

@@ -18,7 +18,7 @@ from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch, SteppedEpoch
 from distca_hf.data.epochs import Epoch, Fits
 from distca_hf.errors import ConfigError
-from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
+from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepCost
 from distca_hf.layout import Layout, Topology
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.given import place_given
@@ -244,6 +244,7 @@ class GivenPlans:
         token_bytes: bytes of a token in one layer.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         places_rows: whether the model moves rows, and tokens may be placed; otherwise attention tasks move.
+        cost: seconds of the model's layers, which tell whether batches are even.
     """
 
     topology: Topology
@@ -251,6 +252,7 @@ class GivenPlans:
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
     layer_masks: LayerMasks = CAUSAL_LAYERS
     places_rows: bool = True
+    cost: StepCost = LLAMA_8B_COSTS.both
 
     def layout(self, home: Layout, hashes: Sequence[IntArray] = (), least_tokens: int = 0) -> Layout:
         """Returns the layout that layers compute.
@@ -263,7 +265,7 @@ class GivenPlans:
             return home
         if hashes and (shared := SharedPrefixes.find(home.document_tokens, hashes, least_tokens)) is not None:
             home = home.sharing(shared)
-        return place_given(home, self.topology, self.head_groups, self.layer_masks)
+        return place_given(home, self.topology, self.head_groups, self.layer_masks, self.cost)
 
     def plan(self, layout: Layout, extra_ranks: ExtraRanks | None = None) -> Plan:
         """Returns the plan of a layout that `layout` returned; extra ranks are numbered after its ranks."""

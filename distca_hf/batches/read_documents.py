@@ -18,11 +18,12 @@ on a row of padding, to take part in everything that other ranks do.
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
@@ -42,7 +43,7 @@ from distca_hf.batches.batch_documents import (
     tokens_of,
 )
 from distca_hf.batches.beginnings import NO_BEGINNINGS, Placeholders, beginnings_of, row_sums_of
-from distca_hf.batches.images import BatchImages, images_of
+from distca_hf.batches.images import BatchImages, image_runs, images_of
 from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.batches.written_batches import (
     LABELS,
@@ -60,6 +61,7 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
+NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
@@ -178,6 +180,7 @@ class ReadDocuments:
         hashes, unlearnt, unshared: see `Beginnings`.
         checksums: `checksums_of` the batch; None without hashes.
         images: sizes of images and videos; None if they must stay.
+        image_runs: where tokens of images begin and end, in turn, among all tokens; empty if not requested.
     """
 
     lengths: IntArray | None
@@ -189,12 +192,23 @@ class ReadDocuments:
     unshared: str = ""
     checksums: Checksums | None = None
     images: BatchImages | None = None
+    image_runs: IntArray = field(default_factory=lambda: NOTHING)
 
     @property
     def known_lengths(self) -> IntArray:
         """`[documents]` tokens of each document of a batch that does not keep its padding."""
         assert self.lengths is not None
         return self.lengths
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens in `image_runs`."""
+        return int(np.diff(self.image_runs)[::2].sum())
+
+    @property
+    def image_numbers(self) -> IntArray:
+        """Numbers of images that ranks gather; empty if they stay, or there are none."""
+        return NOTHING if self.images is None else self.images.numbers
 
 
 @dataclass(frozen=True)
@@ -211,6 +225,7 @@ class DocumentReader:
         shared_tokens: shortest prefix that documents share; 0: none is shared.
         placeholders: tokens that features of images replace.
         moves_images: whether images may be computed on other ranks.
+        finds_image_tokens: whether layers get features of images at their tokens, which move with these.
     """
 
     lengths_of: Callable[[Batch], IntArray | None] = document_lengths
@@ -222,6 +237,7 @@ class DocumentReader:
     shared_tokens: int = 0
     placeholders: Placeholders = Placeholders()  # noqa: RUF009 (immutable)
     moves_images: bool = False
+    finds_image_tokens: bool = False
 
     def read(self, batch: Batch) -> ReadDocuments:
         """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
@@ -233,8 +249,9 @@ class DocumentReader:
         host, sums = _on_host(numbered, row_sums_of(batch) if self.shared_tokens else {})
         with ids_checked(host, self.vocabulary_tokens, waits=True):
             padded = padded_rows_of(host, self.with_images) if self.packs_rows else None
-            tokens = tokens_of(host)
-            pack = host if padded is None else {"input_ids": padded.pack(tokens), "cu_seq_lens_q": padded.offsets}
+            pack = host
+            if padded is not None:
+                pack = {"input_ids": padded.pack(tokens_of(host)), "cu_seq_lens_q": padded.offsets}
             lengths = self.lengths_of(pack)
         labels, beginnings, checksums = host.get("labels"), NO_BEGINNINGS, None
         if self.shared_tokens and lengths is not None and "input_ids" in host:
@@ -250,7 +267,8 @@ class DocumentReader:
             checksum_of(host, lengths) if self.with_checksum else None,
             *beginnings,
             checksums,
-            images_of(host, self.placeholders.has_sizes) if self.moves_images else None,
+            images_of(host, self.placeholders.has_sizes, self.placeholders.known) if self.moves_images else None,
+            image_runs(host, tokens_of(pack), self.placeholders.known) if self.finds_image_tokens else NOTHING,
         )
 
 

@@ -20,6 +20,7 @@ import torch
 
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.document_gather import BatchDocuments, DocumentGather, to_share
+from distca_hf.batches.image_plans import ImagePlan
 from distca_hf.batches.read_documents import PaddedRows, ReadDocuments, Reading
 from distca_hf.comm.transport import Transport
 from distca_hf.planning.plan import Plan
@@ -27,8 +28,10 @@ from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.row_moves import PinnedRowMoves
 
 
-# Names of the numbers that ranks show each other: batches that are known and read, and their documents.
+# Names of the numbers that ranks show each other: batches that are known and read, their documents, numbers of their
+# images, and borders of runs of image tokens.
 FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
+IMAGES, BORDERS = "numbers of images that follow", "borders of images that follow"
 
 
 class HostPlan(NamedTuple):
@@ -38,12 +41,14 @@ class HostPlan(NamedTuple):
         plan, num_chunks: the plan, and the chunks of its exchanges.
         kinds: its routing, for each kind of layer.
         moves: moves of rows at the borders of the decoder; None if attention tasks move instead of rows.
+        images: plan of images; None if they stay, or no rank has any.
     """
 
     plan: Plan
     num_chunks: int
     kinds: PinnedKinds
     moves: PinnedRowMoves | None
+    images: ImagePlan | None = None
 
 
 class AheadPlan(NamedTuple):
@@ -116,14 +121,19 @@ class StepAhead:
         return step_batches
 
     def show(self) -> dict[str, int]:
-        """Reads the batches that follow, and returns their number and the number of their documents.
+        """Reads the batches that follow, and returns the numbers of these, of their documents and of their images.
 
-        Both are 0 in later passes, or if a batch cannot be read or keeps its padding.
+        All are 0 in later passes, or if a batch cannot be read or keeps its padding.
         """
         documents = [None if reading is None else reading.documents for reading in self._readings]
         read = [one for one in documents if one is not None and one.lengths is not None]
         self._documents, self._readings = read if len(read) == len(documents) else [], ()
-        return {FOLLOWING: len(self._documents), DOCUMENTS: sum(len(one.known_lengths) for one in self._documents)}
+        return {
+            FOLLOWING: len(self._documents),
+            DOCUMENTS: sum(len(one.known_lengths) for one in self._documents),
+            IMAGES: sum(len(one.image_numbers) for one in self._documents),
+            BORDERS: sum(len(one.image_runs) for one in self._documents),
+        }
 
     def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
         """Gathers the lengths of these batches, if all ranks know equally many of them. A collective call.
@@ -137,7 +147,8 @@ class StepAhead:
         where = f"micro-batch {micro_batch}, document lengths of its step"
         of_pass = self.shares, self.returning is not Returning.STATES, self._least_tokens
         shown_as = [to_share(read, *of_pass) for read in documents]
-        gather = DocumentGather(self._transport, shown_as, max(shown[DOCUMENTS]), self._least_tokens, where)
+        most = max(shown[DOCUMENTS]), self._least_tokens, where, (max(shown[IMAGES]), max(shown[BORDERS]))
+        gather = DocumentGather(self._transport, shown_as, *most)
         self._gathering = documents, gather
 
     def start(self) -> None:

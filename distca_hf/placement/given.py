@@ -1,7 +1,7 @@
 """Given: places documents that ranks already hold, in given batches.
 
-Even batches stay. Others are placed like any documents. Then the placed ranks are numbered such that many tokens stay
-on the rank whose batch holds them.
+Batches that take ranks about the same time stay. Others are placed like any documents. Then the placed ranks are
+numbered such that many tokens stay on the rank whose batch holds them.
 
     as placed     a b c d | e f g h       nodes of equal size, and the ranks of a node, are the same to placement,
     numbered      f e h g | b d a c       so each rank takes the part that shares most tokens with its batch
@@ -13,19 +13,26 @@ slow.
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray, offsets, ranges, sum_by
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
+from distca_hf.flops import LLAMA_8B_COSTS, StepCost
 from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
+from distca_hf.placement.predicted import pair_time
 
 
-# Batches are even if no rank has more than this many times the mean tokens, or the mean attended pairs.
+# Batches are even if no rank has more than this many times the mean tokens, which are memory, or the mean time.
 EVEN = 1.02
 
 
 def place_given(
-    home: Layout, topology: Topology, head_groups: int = 1, layer_masks: LayerMasks = CAUSAL_LAYERS
+    home: Layout,
+    topology: Topology,
+    head_groups: int = 1,
+    layer_masks: LayerMasks = CAUSAL_LAYERS,
+    cost: StepCost = LLAMA_8B_COSTS.both,
 ) -> Layout:
     """Returns the layout that layers compute, with at least one row on each rank: models cannot run without rows.
 
@@ -33,9 +40,10 @@ def place_given(
         home: documents, in the order of the batches, without the prefixes that others hold; returned unchanged if
             batches are even.
         topology, head_groups, layer_masks: as for `place`.
+        cost: seconds of a token and of a pair in the layers. Documents of an even batch are whole on its rank, so
+            ranks do not meet between attention and the other parts of a layer: only their sum counts.
     """
-    counts = [home.rank_tokens, *(home.rank_work_of(mask) for mask, _ in layer_masks)]
-    if all(count.max() <= EVEN * count.mean() for count in counts):
+    if all(count.max() <= EVEN * count.mean() for count in (home.rank_tokens, rank_seconds(home, layer_masks, cost))):
         return home
     placed = place(
         home.document_tokens,
@@ -47,6 +55,15 @@ def place_given(
     )
     placed = near_home(home, placed, topology)
     return replace(placed, rank_rows=np.maximum(placed.rank_rows, 1))
+
+
+def rank_seconds(layout: Layout, layer_masks: LayerMasks, cost: StepCost) -> NDArray[np.float64]:
+    """Returns `[ranks]` seconds in which ranks compute the layers of what they hold."""
+    longest = layout.longest_document_tokens
+    masks = [(mask.within(longest), count) for mask, count in layer_masks]
+    pairs = sum(count * pair_time(mask) * layout.rank_work_of(mask) for mask, count in masks)
+    layers = sum(count for _, count in masks)
+    return cost.token_seconds * layout.rank_tokens + cost.pair_seconds / layers * pairs
 
 
 def tokens_between(home: Layout, placed: Layout) -> IntArray:

@@ -13,7 +13,8 @@ documents: once to each rank, which copies them. Gradients of the copies are sum
     home rows      | prompt | d0 | prompt | d1 |   rank 0       | prompt | d2 | prompt | d3 |      rank 1
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Self
 
@@ -165,6 +166,8 @@ class RowMoves:
         crosses: whether any rank receives a row from another one.
         is_padded: whether its batch has padding.
         shared_home: the way of results home if documents share prefixes; otherwise None: they go where rows came from.
+        images: moves in of the rows of images only, numbered in their order on this rank; `positions` are the placed
+            rows. None if it is not known which these are.
     """
 
     sent: IntArray
@@ -176,6 +179,7 @@ class RowMoves:
     crosses: bool
     is_padded: bool
     shared_home: SharedHome | None = None
+    images: "RowMoves | None" = None
 
     @property
     def changes_rows(self) -> bool:
@@ -183,7 +187,15 @@ class RowMoves:
         return self.is_padded or self.crosses or self.shared_home is not None
 
     @classmethod
-    def of(cls, home: Layout, placed: Layout, rank: int, places: IntArray | None = None, num_places: int = 1) -> Self:
+    def of(
+        cls,
+        home: Layout,
+        placed: Layout,
+        rank: int,
+        places: IntArray | None = None,
+        num_places: int = 1,
+        image_runs: Sequence[IntArray] = (),
+    ) -> Self:
         """Returns the moves of a rank.
 
         Args:
@@ -191,6 +203,7 @@ class RowMoves:
             placed: the same documents where layers compute them, perhaps with shared prefixes.
             places: `[home rows]` their places in a padded batch; None if they fill the batch.
             num_places: places of a padded batch.
+            image_runs: of each rank, home rows where rows of images begin and end, in turn; empty if not known.
         """
         tokens, target = placed.segment_tokens, placed.segment_rank
         source = home.segment_rank[placed.segment_document]
@@ -206,7 +219,7 @@ class RowMoves:
         shared_home, results_cross = None, False
         if placed.shared is not None:
             shared_home, results_cross = SharedHome.of(home, placed, rank, places)
-        return cls(
+        moves = cls(
             sent=sent if places is None else places[sent],
             sent_counts=sum_by(target[leaves], tokens[leaves], home.num_ranks).tolist(),
             received=ranges(placed.segment_row[comes], tokens[comes]),
@@ -217,3 +230,25 @@ class RowMoves:
             is_padded=places is not None,
             shared_home=shared_home,
         )
+        if not image_runs:
+            return moves
+        # Rows of images: those of home rows in a run, numbered over all ranks.
+        first = offsets(home.rank_tokens)[:-1]
+        borders = np.concatenate([runs + of_rank for runs, of_rank in zip(image_runs, first, strict=True)])
+        from_first = (first[source] + home_row)[comes]
+        leave, come = (
+            np.searchsorted(borders, rows, side="right") % 2 == 1
+            for rows in (first[rank] + sent, ranges(from_first, tokens[comes]))
+        )
+        rows, number = np.unique(moves.received[come], return_inverse=True)
+        of_images = replace(
+            moves,
+            sent=moves.sent[leave],
+            sent_counts=sum_by(np.repeat(target[leaves], tokens[leaves]), leave, home.num_ranks).tolist(),
+            received=number,
+            received_counts=sum_by(np.repeat(source[comes], tokens[comes]), come, home.num_ranks).tolist(),
+            positions=rows,
+            num_placed=len(rows),
+            shared_home=None,
+        )
+        return replace(moves, images=of_images)

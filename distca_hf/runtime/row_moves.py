@@ -37,28 +37,33 @@ class PinnedRowMoves:
     Attributes:
         moves: the moves on the host.
         indices: all indices, one after the other; in memory from which a GPU copies while the host continues.
+        images: moves of the rows of images only; None if it is not known which these are.
     """
 
     moves: RowMoves
     indices: torch.Tensor
+    images: "PinnedRowMoves | None"
 
     @classmethod
     def prepare(cls, moves: RowMoves, pin: bool) -> Self:
         """Joins the indices for a single copy; safe in a background thread."""
         joined = torch.from_numpy(np.concatenate(_indices(moves)))
-        return cls(moves, joined.pin_memory() if pin else joined)
+        images = None if moves.images is None else cls.prepare(moves.images, pin)
+        return cls(moves, joined.pin_memory() if pin else joined, images)
 
     def to(self, device: torch.device) -> "DeviceRowMoves":
         """Returns the moves with their indices on the device; the host does not wait."""
         moves, lengths = self.moves, [len(part) for part in _indices(self.moves)]
         sent, received, positions, *of_home = self.indices.to(device, non_blocking=True).split_with_sizes(lengths)
+        images = None if self.images is None else self.images.to(device)
         if (home := moves.shared_home) is None:
-            return DeviceRowMoves(moves, sent, received, positions)
+            return DeviceRowMoves(moves, sent, received, positions, images)
         places, *copies = of_home
         half = len(copies) // 2
         of_sent, of_copied = DeviceCopies.of(copies[:half], home.sent), DeviceCopies.of(copies[half:], home.copied)
         counts = home.sent_counts, home.received_counts
-        return DeviceRowMoves(moves, sent, received, positions, DeviceHome(of_sent, counts, of_copied, places))
+        way_home = DeviceHome(of_sent, counts, of_copied, places)
+        return DeviceRowMoves(moves, sent, received, positions, images, way_home)
 
 
 def _indices(moves: RowMoves) -> list[IntArray]:
@@ -115,6 +120,7 @@ class DeviceRowMoves:
 
     Attributes:
         on_host: the same moves on the host. For all others see `RowMoves`.
+        images: moves of the rows of images only; None if it is not known which these are.
         home: the way of results home, if documents share prefixes.
     """
 
@@ -122,6 +128,7 @@ class DeviceRowMoves:
     sent: torch.Tensor
     received: torch.Tensor
     positions: torch.Tensor
+    images: "DeviceRowMoves | None" = None
     home: DeviceHome | None = None
 
 
@@ -161,6 +168,15 @@ class PassRows:
             return self.exchange(values, True, "forward", self.shapes_in(values))
         anchor = values[0].new_zeros((), dtype=torch.float32).requires_grad_()
         return list(_Move.apply(self, True, anchor, *values))
+
+    def move_images_in(self, value: torch.Tensor, differentiate: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `[placed rows of images, ...]` of a `[places, ...]` tensor, and `[placed rows]` which rows are of
+        images. A collective call, for moves that know them."""
+        moves = self._moves.images
+        assert moves is not None
+        rows = PassRows(moves, self._transport, self.shape, f"{self._where}, features of images", self.before_backward)
+        is_image = torch.zeros(self.num_placed, dtype=torch.bool, device=value.device)
+        return rows.move_in([value], differentiate)[0], is_image.index_fill_(0, moves.positions, True)
 
     def move_home(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns `[B, L, D]` of `[1, placed rows, D]` tensors, and `[B * L, D]` of `[placed rows, D]`; zeros in

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import distca_hf
-from distca_hf.errors import PackingError, PeerLostError
+from distca_hf.comm.transport import AllToAll
+from distca_hf.errors import PackingError, PeerLostError, PlanMismatchError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.structure import transformers_model
 from support.given_batches import Batch, Gradients, gradients_of
@@ -231,8 +232,80 @@ def test_nothing_is_sent_for_images_that_are_even_or_not_there(tmp_path: Path) -
 
     assert first == second
     exchanges, gathers = zip(*first, strict=True)
-    assert gathers == (1, 0, 2)
+    assert gathers == (0, 0, 1)  # sizes are gathered with lengths of documents
     assert exchanges[0] == exchanges[1] == 0 < exchanges[2]
+
+
+def _rows_of_features(rows: Sequence[Sequence[Row]]) -> list[tuple[str, int, int]]:
+    """Returns place, number of rows and bytes of a row of each exchange of features for layers, in a step."""
+    plugin, seen = distca_hf.DistCAPlugin(), list[tuple[str, int, int]]()
+    model = distca_hf.enable(made("qwen3_vl", "plain", "distca"), plugin)
+    transport = plugin.transport(torch.device("cpu"))
+    usual = transport.exchange
+
+    def noted(asked: AllToAll) -> object:
+        if "features of images" in asked.where:
+            seen.append((asked.where, len(asked.rows), asked.rows[:1].numel() * asked.rows.element_size()))
+        return usual(asked)
+
+    transport.exchange = noted
+    loss_of(model, batch_of("qwen3_vl", rows[dist.get_rank()])).backward()
+    plugin.close()
+    return seen
+
+
+def test_layers_get_features_only_of_image_tokens(tmp_path: Path) -> None:
+    """The cat has 4 tokens and the page 24. Rank 1 has no image, and computes some of the tokens."""
+    text = words(90, 1)
+    by_rank = run_ranks(2, _rows_of_features, tmp_path, [[[QUESTION, CAT, text, PAGE, LONG]], [[words(12, 2)]]])
+
+    for of_rank in by_rank:
+        assert [where.rpartition(", ")[2] for where, _, _ in of_rank] == ["forward", "backward"]
+        # One layer of the text gets features of 64 numbers; a rank that sends none has no row to look at.
+        assert {width for _, rows, width in of_rank if rows} <= {64 * 8}
+    (forward, backward), (forward_1, backward_1) = ([rows for _, rows, _ in of_rank] for of_rank in by_rank)
+    assert (forward, forward_1) == (4 + 24, 0)
+    assert backward + backward_1 == 4 + 24
+    assert backward_1 > 0
+
+
+def _cast_pixels(casts: bool) -> tuple[set[int], float, Gradients]:
+    """Returns bytes of a row of pixels in transit, loss and gradients of a model in bfloat16 with float32 pixels."""
+    plugin, row_bytes = distca_hf.DistCAPlugin(), set[int]()
+    model = distca_hf.enable(multimodal_model("qwen3_vl").bfloat16(), plugin)
+    towers = watch_of(model).towers
+    assert towers.towers.cast == "visual.dtype"
+    if not casts:
+        towers.towers = towers.towers._replace(cast="")
+    transport = plugin.transport(torch.device("cpu"))
+    usual = transport.exchange
+
+    def noted(asked: AllToAll) -> object:
+        if asked.where.endswith("pixels"):
+            row_bytes.add(asked.row_bytes)
+        return usual(asked)
+
+    transport.exchange = noted
+    batch = batch_of("qwen3_vl", rows_of("qwen3_vl", "one rank", 2)[dist.get_rank()])
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].float()
+    loss = loss_of(model, batch)
+    loss.backward()
+    plugin.close()
+    return row_bytes, loss.item(), gradients_of(model)
+
+
+def test_pixels_travel_in_the_dtype_of_the_tower_and_nothing_changes(tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    with_cast = run_ranks(2, _cast_pixels, tmp_path, True)
+    without = run_ranks(2, _cast_pixels, tmp_path / "usual", False)
+
+    for (row_bytes, loss, gradients), (usual_bytes, usual_loss, usual_gradients) in zip(
+        with_cast, without, strict=True
+    ):
+        assert (row_bytes, usual_bytes) == ({2 * 1536}, {4 * 1536})
+        assert loss == usual_loss
+        assert all(torch.equal(gradient, usual_gradients[name]) for name, gradient in gradients.items())
 
 
 def _fail(change: str) -> str:
@@ -248,11 +321,15 @@ def _fail(change: str) -> str:
             batch["image_grid_thw"] = batch["image_grid_thw"] + torch.tensor([[0, 0, 0], [0, 2, 0]])
         elif change == "size":
             batch["image_sizes"] = batch["image_sizes"] + torch.tensor([[0, 0], [0, 64]])
+        elif change == "tokens":
+            batch["input_ids"] = batch["input_ids"].clamp(max=99)
         elif change == "width":
             batch["pixel_values"] = nn.functional.pad(batch["pixel_values"], (0, 24))
-        else:
+        elif change == "dtype":
             batch["pixel_values"] = batch["pixel_values"].double()
-    with pytest.raises((PackingError, PeerLostError)) as stopped:
+    if change == "argument":
+        batch["interpolate_pos_encoding"], batch["num_items_in_batch"] = bool(dist.get_rank()), 5 + dist.get_rank()
+    with pytest.raises((PackingError, PeerLostError, PlanMismatchError)) as stopped:
         model(**batch)
     return str(stopped.value)
 
@@ -264,11 +341,13 @@ def _fail(change: str) -> str:
         ("size", r"rank 1.*image 1 of 2 is 64 x 128 pixels, and pixel_values holds 64 x 64"),
         ("width", r"numbers of a patch, or channels of pixels is 1176 on rank 0 and 1200 on rank 1; nothing was sent"),
         ("dtype", r"torch.float32 .*rank 0.*torch.float64 .*rank 1"),
+        ("argument", r"argument interpolate_pos_encoding of towers is False on rank 0, True on rank 1\. Ranks need"),
+        ("tokens", r"rank 1.*image_grid_thw of 2 images or videos, and input_ids hold no token .*\(100 or 101\)\. If"),
     ],
 )
 def test_wrong_images_are_named(change: str, message: str, tmp_path: Path) -> None:
     errors = run_ranks(2, _fail, tmp_path, change)
 
     assert re.search(message, errors[1])
-    expected = "rank 1 could not do its part" if change in ("grid", "size") else message
+    expected = "rank 1 could not do its part" if change in ("grid", "size", "tokens") else message
     assert re.search(expected, errors[0])

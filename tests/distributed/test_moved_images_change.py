@@ -130,6 +130,29 @@ def test_images_stay_if_a_gradient_returns_to_pixels(tmp_path: Path) -> None:
     assert (of_pixels - expected).abs().max() <= MOST * expected.abs().max()
 
 
+def of_embeddings(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns a number of all tokens, whose embeddings the caller looks up: which are of images is not known then."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    batch = {name: value for name, value in batch.items() if name not in ("input_ids", "mm_token_type_ids")}
+    batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0).expand(4, *ids.shape)
+    logits = model(inputs_embeds=model.get_input_embeddings()(ids), **batch, use_cache=False).logits
+    return (logits.square().sum(-1) * mask).sum() / 100
+
+
+def _give_embeddings() -> float:
+    model, expected = enabled(), made("qwen3_vl", "plain", "sdpa")
+    with exactly():
+        of_embeddings(model, given("qwen3_vl", MANY[dist.get_rank()])).backward()
+        for batch in batches_alone("qwen3_vl", MANY):
+            of_embeddings(expected, batch).backward()
+    assert watch_of(model).planner.latest_moves.crosses
+    return worst(summed(model), gradients_of(expected))
+
+
+def test_layers_get_features_also_of_embeddings_that_a_caller_gives(tmp_path: Path) -> None:
+    assert max(run_ranks(2, _give_embeddings, tmp_path)) <= MOST
+
+
 def _give_features() -> float:
     model, batch = enabled("llava"), given("llava", PROMPTS[dist.get_rank()])
     if not dist.get_rank():

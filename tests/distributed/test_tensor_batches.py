@@ -28,12 +28,14 @@ pytestmark = pytest.mark.skipif(
     Version(transformers.__version__).release < (5, 23), reason="Transformers divides experts rightly since 5.23"
 )
 DATA = 2
-LLAMA, STATES, IMAGES, EXPERTS = "llama", "qwen3_5", "qwen2_5_vl", "qwen3_moe"
+LLAMA, STATES, EXPERTS = "llama", "qwen3_5", "qwen3_moe"
+# In the second one, a layer of the text gets features of images, too.
+IMAGES = ("qwen2_5_vl", "qwen3_vl")
 # How each model is divided between four ranks.
 SIZES = {
     LLAMA: {"tp_size": 2, "fsdp_size": DATA},
     STATES: {"tp_size": 2, "fsdp_size": DATA},
-    IMAGES: {"tp_size": 2, "fsdp_size": DATA},
+    **{kind: {"tp_size": 2, "fsdp_size": DATA} for kind in IMAGES},
     EXPERTS: {"tp_size": 2, "fsdp_size": DATA, "ep_size": 4},
 }
 DOCUMENTS = [[document(0, 60, image_at=5), document(1, 40)], [document(2, 9, image_at=2), document(3, 7)]]
@@ -64,8 +66,11 @@ def loss_of_answers(model: nn.Module, data_rank: int, alone: bool) -> torch.Tens
 
 def loss_of_images(model: nn.Module, data_rank: int, alone: bool) -> torch.Tensor:
     """Of a pack with images, or of each of its documents alone."""
-    documents = DOCUMENTS[data_rank]
-    positions = []
+    documents, positions = [{**one} for one in DOCUMENTS[data_rank]], []
+    for one in documents:
+        if "pixel_values" in one:  # patches of 14 pixels a side, and in the second model of 16
+            missing = 6 * model.config.vision_config.patch_size**2 - one["pixel_values"].shape[1]
+            one["pixel_values"] = nn.functional.pad(one["pixel_values"], (0, missing))
     for one in documents:
         text = torch.arange(one["input_ids"].shape[1]).expand(3, 1, -1)
         given = [one[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw") if name in one]
@@ -96,7 +101,7 @@ def loss_of_experts(model: nn.Module, data_rank: int, alone: bool) -> torch.Tens
 LOSSES: dict[str, Callable[[Any, int, bool], torch.Tensor]] = {
     LLAMA: loss_of_answers,
     STATES: loss_of_experts,
-    IMAGES: loss_of_images,
+    **dict.fromkeys(IMAGES, loss_of_images),
     EXPERTS: loss_of_experts,
 }
 
@@ -119,7 +124,7 @@ def on_ranks(folders: dict[str, Path]) -> dict[str, tuple[Step, bool, int]]:
 
     seen = {}
     for kind, folder in folders.items():
-        auto = AutoModelForImageTextToText if kind == IMAGES else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if kind in IMAGES else AutoModelForCausalLM
         model = auto.from_pretrained(
             folder, attn_implementation="distca", distributed_config=DistributedConfig(**SIZES[kind])
         ).train()
@@ -141,7 +146,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Step, tup
     parent = tmp_path_factory.mktemp("models")
     alone: dict[str, Step] = {}
     for kind in SIZES:
-        model: Any = multimodal_model(kind, "sdpa") if kind == IMAGES else tiny_model(kind, "sdpa")
+        model: Any = multimodal_model(kind, "sdpa") if kind in IMAGES else tiny_model(kind, "sdpa")
         model.train().save_pretrained(parent / kind)
         loss = torch.stack([LOSSES[kind](model, data_rank, True) for data_rank in range(DATA)]).mean()
         loss.backward()
@@ -158,6 +163,6 @@ def test_steps_are_those_of_one_process(kind: str, steps: dict[str, tuple[Step, 
     assert shared_tokens == (4 * PROMPT_TOKENS if kind == LLAMA else 0)
     assert loss == pytest.approx(expected, abs=1e-5)
     assert gradients.keys() >= of_one.keys()
-    assert any("visual" in name for name in of_one) == (kind == IMAGES)
+    assert any("visual" in name for name in of_one) == (kind in IMAGES)
     for name, gradient in of_one.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-4, msg=name)

@@ -121,7 +121,7 @@ OF_PACKED = (
 )
 OF_GIVEN = (
     "your batches: rows in random order, without padding; every way has the same rows in a step",
-    "rows are placed inside the model, unless tokens and attention are even within 2 %; GPUs wait for both exchanges "
+    "rows are placed inside the model, unless tokens and time are even within 2 %; GPUs wait for both exchanges "
     "at its borders; a thread plans during the step before",
     "results return: hidden states return, and head and loss run on your rows; placed loss: they run on placed rows",
 )

@@ -223,7 +223,8 @@ class SimulationRequest:
             places_rows: whether rows are placed inside the model; otherwise tasks move.
         """
         topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
-        return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows)
+        costs = self.model.pass_costs.both
+        return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows, costs)
 
     def given_layout(
         self, plans: GivenPlans, home: Layout, groups: Groups | None, loss_is_placed: bool = False

@@ -48,9 +48,8 @@ REPLACED_BY_PLAN = frozenset(
 DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"
 # Entries of a batch that do not move unchanged.
 APART = REPLACED_BY_PLAN | {"position_ids", DEEP, DEEP_MASK}
-# Columns that exist only in transit: features of images for all tokens, the length of each token's original row, and
-# all whole numbers of a token.
-DENSE_DEEP, ROW_TOKENS, NUMBERS = "distca_deepstack", "distca_row_tokens", "distca_numbers"
+# Columns that exist only in transit: the length of each token's original row, and all whole numbers of a token.
+ROW_TOKENS, NUMBERS = "distca_row_tokens", "distca_numbers"
 # Numbers that ranks show each other, by their names in messages.
 POSITIONS, IMAGE_LAYERS = "numbers per position", "layers that get features of images"
 # Number of forms of batches whose columns are remembered. Few occur; each new one costs one more agreement.
@@ -93,6 +92,7 @@ class DecoderBorders:
 
     Attributes:
         is_multimodal: whether the decoder is part of a model with towers, and may get features of images.
+        takes_features: whether it also gets features of images for its first layers.
     """
 
     def __init__(
@@ -106,13 +106,14 @@ class DecoderBorders:
         self._decoder = backbone_of(model) if decoder is model else decoder
         self.is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
+        self.takes_features = DEEP in self._names
         self._class_name, self._counts = type(model).__name__, "looks positions up in a table"
         if not has_position_table:
             tempers = any(map(tempers_queries, attention_layers(model).values()))
             self._counts = "tempers queries by position" if tempers else ""
         self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
-        self._is_open = False
+        self._is_open, self._image_tokens = False, 0
         self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
 
@@ -134,16 +135,17 @@ class DecoderBorders:
         counts = padded is not None and padded.is_left_padded and not padded.has_own_positions
         return bool(self._counts) and counts
 
-    def begin(self, padded: PaddedRows | None) -> None:
+    def begin(self, padded: PaddedRows | None, image_tokens: int = 0) -> None:
         """Opens the borders for a pass on a given batch.
 
         Args:
             padded: places of the tokens, if rows are padded.
+            image_tokens: tokens that may be of images.
 
         Raises:
             UnsupportedAttentionError: rows begin with padding, which the model's positions would count.
         """
-        self._is_open = True
+        self._is_open, self._image_tokens = True, image_tokens
         if self.counts_padding(padded):
             raise UnsupportedAttentionError(
                 f"{self._class_name} {self._counts}, and rows are padded on the left: Transformers would count their "
@@ -207,8 +209,6 @@ class DecoderBorders:
         # Positions and other whole numbers are side by side: one index then picks all numbers of a row.
         numbers = {name: moving.pop(name) for name in [*moving] if _is_whole_number(moving[name])}
         moving[NUMBERS] = torch.stack([*positions.expand(columns.position_rows, -1), *numbers.values()], dim=1)
-        if columns.deep_layers:
-            moving[DENSE_DEEP] = _dense_deep(given, columns.deep_layers)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
         for name in (name for name in given if name in REPLACED_BY_PLAN):
             given[name] = None
@@ -217,9 +217,9 @@ class DecoderBorders:
         given |= zip(numbers, others, strict=True)
         if (row_tokens := given.pop(ROW_TOKENS, None)) is not None:
             self._counted.place(row_tokens[0])
-        if columns.deep_layers:
-            given[DEEP] = list(placed.pop(DENSE_DEEP).unbind(1))
-            given[DEEP_MASK] = torch.ones(1, rows.num_placed, dtype=torch.bool, device=tokens.device)
+        if columns.deep_layers and moves.images is not None:
+            deep, is_image = rows.move_images_in(_dense_deep(given, columns.deep_layers), columns.differentiate)
+            given |= {DEEP: list(deep.unbind(1)), DEEP_MASK: is_image[None]}
         return given | {name: value[None] for name, value in placed.items()}
 
     @hidden_from_dynamo
@@ -282,8 +282,9 @@ class DecoderBorders:
         return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan))
 
     def _check_known(self, given: Batch, where: str) -> None:
-        """Checks that masks are of causal documents, and that every tensor of tokens has one value per token. Lets
-        tensors pass that the decoder does not name, with values for rows, such as a loss may have."""
+        """Checks that masks are of causal documents, that every tensor of tokens has one value per token, and that
+        tokens of all features of images were found. Lets tensors pass that the decoder does not name, with values for
+        rows, such as a loss may have."""
         masks = given.get("attention_mask")
         for mask in masks.values() if isinstance(masks, Mapping) else (masks,):
             refusal = mask.refusal if isinstance(mask, RowMask) else None
@@ -293,6 +294,12 @@ class DecoderBorders:
                 )
             if refusal is not None:
                 raise UnsupportedAttentionError(f"{where}: {self._class_name}: {refusal}")
+        if (features := given.get(DEEP)) and len(features[0]) > self._image_tokens:
+            raise UnsupportedAttentionError(
+                f"{where}: the decoder of {self._class_name} gets features of {len(features[0])} tokens of images, "
+                f"and input_ids hold {self._image_tokens} that are image_token_id or video_token_id of the config. "
+                "Give both as one processor made them"
+            )
         batch_size, length = shape = tokens_of(given).shape
         for name, value in given.items():
             if name in APART or not isinstance(value, torch.Tensor):

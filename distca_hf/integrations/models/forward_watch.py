@@ -113,9 +113,8 @@ class ForwardWatch:
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
         of_batches = tensor_ranks > 1, window, context.shared_prefix_tokens
-        self.reader = DocumentReader(
-            self._mixers.lengths, *of_model, *of_batches, placeholders_of(root), not self.towers.towers.stay
-        )
+        of_images = placeholders_of(root), not self.towers.towers.stay, self._borders.takes_features
+        self.reader = DocumentReader(self._mixers.lengths, *of_model, *of_batches, *of_images)
         self._sharing = Sharing(root, context, self._mixers)
         self._recomputed = RecomputedLayers(self._check.call_masks)
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
@@ -297,8 +296,8 @@ class ForwardWatch:
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
-        unshared = self._sharing.refusal(batch, module.training, self._counted.has_noise())
-        plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, unshared)
+        own = self._sharing.refusal(batch, module.training, self._counted.has_noise()), self.towers.arguments(batch)
+        plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, *own)
         self.towers.begin(batch, planner.images)
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)
@@ -309,8 +308,9 @@ class ForwardWatch:
         if self.planner is None:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self._layer_masks
-            of_rows, halo = (self._read_and_open, not self._mixers.need_whole, self.flops), self._mixers.halo_tokens
-            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows, halo_tokens=halo)
+            of_rows = self._read_and_open, not self._mixers.need_whole, self.flops
+            more = self._mixers.halo_tokens, self.towers.planner(transport.rank)
+            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows, *more)
         return self.planner
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
@@ -330,7 +330,7 @@ class ForwardWatch:
         (read, self._read), reading = (self._read, None), reading_of(batch)
         read = read or (reading and reading.documents) or self.reader.read(batch)
         self._written.expect(batch, read.checksums)
-        self._borders.begin(read.padded)
+        self._borders.begin(read.padded, read.num_image_tokens)
         return read
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:

@@ -6,6 +6,7 @@ the result instead of pixels (`mm_encoder_outputs`) and reads only features of t
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -34,6 +35,12 @@ from distca_hf.runtime.moved_images import FeatureForm, Features
 
 # Features that are moved.
 FEATURES = "pooler_output", "deepstack_features"
+# Keywords of a pass that are for its text, and may differ between ranks.
+OF_TEXT = frozenset(
+    {"num_items_in_batch", "max_length_q", "max_length_k", "use_cache", "logits_to_keep", "return_dict"}
+)
+# A dtype of the backbone or of a part of it, in source text.
+CAST = re.compile(r"self(\.\w+)*\.dtype")
 # Names of sizes in configurations of towers.
 WIDTHS, DEPTHS = ("hidden_size", "embed_dim", "embed_hidden_size"), ("num_hidden_layers", "depth")
 
@@ -46,12 +53,24 @@ class Towers(NamedTuple):
         cost: work of an image.
         side: side of a patch in pixels, for towers that take whole images.
         has_frames: whether each frame of a video is computed like an image.
+        cast: attribute of the backbone, such as "visual.dtype", to which pixels are cast before anything else; or
+            empty. Under autocast, too, they are then cast to it.
+        not_settings: names of arguments of forward that are no settings of the tower; None if it is given none.
     """
 
     stay: str
     cost: ImageCost = ImageCost()
     side: int = 1
     has_frames: bool = False
+    cast: str = ""
+    not_settings: frozenset[str] | None = None
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, object]:
+        """Returns which arguments of a pass are settings of the tower, such as `interpolate_pos_encoding`."""
+        if self.not_settings is None:
+            return {}
+        named = {name: value for name, value in given.items() if isinstance(value, bool | int | float | str)}
+        return {name: value for name, value in named.items() if name not in self.not_settings}
 
 
 def towers_of(model: PreTrainedModel) -> Towers:
@@ -69,7 +88,10 @@ def towers_of(model: PreTrainedModel) -> Towers:
         return Towers("its tower computes means over images")
     side = getattr(vision, "patch_size", 1)
     side = max(side) if isinstance(side, list | tuple) else side
-    return Towers("", _cost(tower, side), side, _has_frames(tower, backbone))
+    named = None
+    if passes_keywords_on(type(backbone).forward, "get_image_features"):
+        named = OF_TEXT.union(inspect.signature(backbone.forward).parameters)
+    return Towers("", _cost(tower, side), side, _has_frames(tower, backbone), _cast(backbone), named)
 
 
 def _stay(backbone: PreTrainedModel) -> str:
@@ -114,6 +136,21 @@ def _has_frames(tower: PreTrainedModel, backbone: PreTrainedModel) -> bool:
         for node in syntax_of(function):
             names.update(str(of) for name in ("id", "attr", "arg") if (of := getattr(node, name, None)) is not None)
     return not any("tempor" in name or "resampl" in name for name in names)
+
+
+def _cast(backbone: PreTrainedModel) -> str:
+    """Returns the attribute to which the first line of `get_image_features` casts pixels; empty if it casts none."""
+    function = next(node for node in syntax_of(type(backbone).get_image_features) if isinstance(node, ast.FunctionDef))
+    first = function.body[ast.get_docstring(function) is not None]
+    match first:
+        case ast.Assign(
+            targets=[ast.Name(id=IMAGES.values)],
+            value=ast.Call(func=ast.Attribute(value=ast.Name(id=IMAGES.values), attr="type" | "to")) as call,
+        ):
+            given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "dtype")]
+            path = ast.unparse(given[0]) if len(given) == len(call.args) + len(call.keywords) == 1 else ""
+            return path.removeprefix("self.") if CAST.fullmatch(path) else ""
+    return ""
 
 
 def _cost(tower: PreTrainedModel, side: int) -> ImageCost:
@@ -162,26 +199,22 @@ class MovedFeatures(ModelOutput):
 
 
 def compute_features(
-    backbone: nn.Module, given: Mapping[str, Any], pixels: torch.Tensor, sizes: IntArray, form: PixelForm
+    backbone: nn.Module, settings: Mapping[str, object], pixels: torch.Tensor, sizes: IntArray, form: PixelForm
 ) -> Features | None:
     """Returns the features of images; None without images.
 
     Args:
-        given: arguments of forward.
+        settings: further arguments of the tower.
         pixels: patches or whole images.
         sizes: `[images, 3]` as in `BatchImages`.
     """
     if not len(sizes):
         return None
-    arguments: dict[str, Any] = {IMAGES.values: pixels}
+    arguments: dict[str, Any] = {**settings, IMAGES.values: pixels}
     if form.has_patches:
         arguments[IMAGES.grid] = torch.from_numpy(sizes).to(pixels.device)
     elif form.kind is PixelKind.PADDED_IMAGE:
         arguments[SIZES] = torch.from_numpy(sizes[:, 1:]).to(pixels.device)
-    if passes_keywords_on(type(backbone).forward, "get_image_features"):  # such as interpolate_pos_encoding
-        known = inspect.signature(backbone.forward).parameters
-        settings = ((name, value) for name, value in given.items() if name not in known)
-        arguments |= {name: value for name, value in settings if isinstance(value, bool | int | float | str)}
     output = backbone.get_image_features(**arguments | {"return_dict": True})  # type: ignore[operator]
     pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
     if isinstance(pooled, torch.Tensor) and pooled.ndim == 3:

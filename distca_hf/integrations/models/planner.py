@@ -13,7 +13,7 @@ from distca_hf.batches.reported_steps import Predictable
 from distca_hf.comm.grid import Grid
 from distca_hf.cost import TokenBytes
 from distca_hf.data.rows import Reading
-from distca_hf.flops import LLAMA_8B_COSTS, StepFlops
+from distca_hf.flops import StepFlops, costs_to_place
 from distca_hf.integrations.models.decoder_layers import (
     head_groups_of,
     heads_of_layers,
@@ -169,11 +169,8 @@ def planner_for(
     planner = PlacedPlanner(context, len(members.token_ranks), extra_ranks=extra_ranks, step_shape=step_shape)
     if model is None:
         return planner
-    whole_documents, costs = needs_whole_documents(model), LLAMA_8B_COSTS
+    whole_documents = needs_whole_documents(model)
     needs_bytes = extra_ranks is not None or whole_documents
-    flops = None if step_shape is None else step_flops(model)
-    if flops is not None and flops.pair_forward:
-        costs = flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
     return replace(
         planner,
         head_groups=head_groups_of(model, members.grid.shape[2], context.attention_kv_heads),
@@ -181,7 +178,7 @@ def planner_for(
         layer_masks=layer_masks_of(model),
         whole_documents=whole_documents,
         halo_tokens=halo_tokens_for(model),
-        costs=costs,
+        costs=costs_to_place(None if step_shape is None else step_flops(model)),
     )
 
 

@@ -6,11 +6,12 @@
       embedding, text decoder: as they are
 
 A hook runs when the backbone begins. So all ranks, even without an image, run towers at the same point of a pass.
-Ranks gather sizes, then numbers of features; two exchanges send pixels and features, and one sends gradients in
-backward. If the work of towers is even already, no pixels are sent, and forward computes them itself.
+Ranks gather sizes with lengths of documents, and numbers of features here. Two exchanges send pixels and features, and
+one sends gradients in backward. If the work of towers is even already, no pixels are sent, and forward computes them
+itself.
 """
 
-from typing import NamedTuple
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -18,25 +19,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from distca_hf.arrays import IntArray, sum_by
+from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, media_of, tokens_of
 from distca_hf.batches.beginnings import IMAGES, VIDEOS
-from distca_hf.batches.images import (
-    OUTPUTS,
-    BatchImages,
-    PixelForm,
-    PixelKind,
-    ShownImages,
-    check_all_hold,
-    gather_images,
-)
+from distca_hf.batches.image_plans import ImagePlan, ImagePlanner, ShownImages
+from distca_hf.batches.images import OUTPUTS, PixelForm, check_all_hold, pixel_form
+from distca_hf.comm.agreement import NO_FACTS, Facts, labels_of
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
-from distca_hf.cost import imbalance
 from distca_hf.integrations.models.hooks import Hook, Keywords
 from distca_hf.integrations.models.image_features import MovedFeatures, compute_features, towers_of
 from distca_hf.integrations.models.structure import backbone_of, names_by_position
-from distca_hf.placement.images import PlacedImages, place_images
-from distca_hf.planning.image_moves import ImageMoves
 from distca_hf.runtime.buckets import to_device
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.moved_images import FeatureForm, RowsHome, send_pixels, show_features
@@ -49,35 +42,6 @@ log = get_logger(__name__)
 
 # Where images are computed, in the log.
 STAY, MOVE = "on the ranks where they arrived", "on ranks with less work"
-
-
-class Units(NamedTuple):
-    """Images, or frames of videos, of all ranks.
-
-    Attributes:
-        sizes: `[units, 3]` as in `BatchImages`.
-        held: `[units]` rank whose batch holds each unit.
-        rows: `[units]` number of rows of pixels.
-        of_items: `[items of this rank]` number of units of each image and video.
-    """
-
-    sizes: IntArray
-    held: IntArray
-    rows: IntArray
-    of_items: IntArray
-
-    @classmethod
-    def of(cls, images: list[BatchImages], form: PixelForm, has_frames: bool, rank: int) -> "Units":
-        """Returns the units of all ranks' images."""
-        sizes, counts = np.concatenate([of.sizes for of in images]), np.array([len(of.sizes) for of in images])
-        held, parts = np.repeat(np.arange(len(images)), counts), np.ones(len(sizes), dtype=np.int64)
-        if has_frames:
-            parts = sizes[:, 0]
-            sizes = sizes.copy()
-            sizes[:, 0] = 1
-        of_units = np.repeat(sizes, parts, axis=0)
-        rows = of_units.prod(axis=1) if form.has_patches else np.ones(len(of_units), dtype=np.int64)
-        return cls(of_units, np.repeat(held, parts), rows, parts[held == rank])
 
 
 class TowerBorders:
@@ -94,7 +58,7 @@ class TowerBorders:
         self._names, self.towers = names_by_position(self._backbone), towers_of(model)
         self.imbalance = (1.0, 1.0)
         self._shown: ShownImages | None = None
-        self._is_open, self._every_rank, self._differentiates = False, False, False
+        self._is_open, self._differentiates = False, False
         self._said, self._has_moved = set[str](), False
         self._handles: list[RemovableHandle] = []
 
@@ -108,6 +72,19 @@ class TowerBorders:
         for handle in self._handles:
             handle.remove()
 
+    def planner(self, rank: int) -> ImagePlanner | None:
+        """Returns a planner of images for a rank, among those that hold rows; None if images stay."""
+        towers = self.towers
+        return None if towers.stay else ImagePlanner(towers.cost, towers.side, towers.has_frames, rank)
+
+    def arguments(self, batch: Batch) -> Facts:
+        """Returns what towers are given besides images, and their dtype. It must be the same on all ranks."""
+        if self.towers.stay:
+            return NO_FACTS
+        settings = sorted(self.towers.settings(batch).items())
+        facts: dict[str, object] = {f"argument {name} of towers": value for name, value in settings}
+        return Facts(facts | {"dtype of towers": self._cast(self._backbone)})
+
     def begin(self, batch: Batch, shown: ShownImages | None) -> None:
         """Opens the borders for a pass on a batch.
 
@@ -115,7 +92,6 @@ class TowerBorders:
             shown: images of the batch; None if they stay.
         """
         self._shown, self._is_open = shown, shown is not None
-        self._every_rank = shown is not None and shown.wait
         self._differentiates = shown is not None and shown.train and torch.is_grad_enabled()
         if self.towers.stay and media_of(batch):
             self._say_once(STAY, self.towers.stay)
@@ -144,59 +120,53 @@ class TowerBorders:
         """Returns arguments of forward that replace pixels; None if images stay. A collective call.
 
         Raises:
-            PackingError: ranks hold pixels of different forms; see `gather_images`.
+            PackingError: ranks hold pixels of different forms; see `pixel_form`.
             UnsupportedAttentionError: the class returns other features than expected; see `show_features`.
         """
         shown, self._shown, self._is_open = self._shown, None, False
         assert shown is not None
         transport, where = among_trainers(plan.transport), f"micro-batch {plan.micro_batch}, images"
-        values = [x for media in (IMAGES, VIDEOS) if (x := given.get(media.values)) is not None and x.numel()]
-        images, form = gather_images(transport, shown, given, where)
-        units = Units.of(images, form, self.towers.has_frames, transport.rank)
-        placed = self._placed(images, form, units, transport, plan.micro_batch)
-        if placed is None:
+        planned, dtype, rank = shown.plan(), shown.dtype, transport.rank
+        if (cast := self._cast(backbone)) is not None and cast.itemsize < dtype.itemsize:
+            dtype = cast
+        labels = labels_of(transport, Scope.ROWS)
+        form = pixel_form(planned.images, dtype, labels, f"{transport.grid.name}, {where}")
+        self._note(planned, transport, plan.micro_batch)
+        if (moves := planned.moves) is None:
             return None
-        moves = ImageMoves.of(placed.rank_of, placed.dummies, units.held, transport.rank)
-        device = tokens_of(given).device
-        pixels = _sent(transport, values, form, moves, units, device, where)
-        features = compute_features(backbone, given, pixels, units.sizes[moves.computed], form)
-        of_features, tokens = show_features(transport, features, moves, placed.rank_of, where)
-        rows = tokens[units.held == transport.rank]
+        units, device = planned.units, tokens_of(given).device
+        pixels = _sent(transport, given, form, planned.pixels, device, where)
+        settings = self.towers.settings(given)
+        features = compute_features(backbone, settings, pixels, units.sizes[moves.computed], form)
+        of_features, tokens = show_features(transport, features, moves, planned.rank_of, where)
+        rows = tokens[units.held == rank]
         places, sent, received = moves.feature_rows(rows, tokens)
         way = RowsHome(transport, to_device(places, device), sent, received, where)
         computed = of_features.of_no_image(device) if features is None else features.rows
         home = way.features(computed, self._differentiates)
         of_items = np.add.reduceat(rows, np.cumsum(units.of_items) - units.of_items) if len(rows) else rows
-        return self._replaced(given, shown.mine.num_images, of_features, home, of_items.tolist())
+        return self._replaced(given, planned.images[rank].num_images, of_features, home, of_items.tolist())
 
-    def _placed(
-        self, images: list[BatchImages], form: PixelForm, units: Units, transport: Transport, number: int
-    ) -> PlacedImages | None:
-        """Returns where units are computed; None if all stay."""
-        counts = np.array([[of.num_images, len(of.sizes)] for of in images])
-        stay = ""
-        if not form.is_alike and form.kind is PixelKind.IMAGE:
-            stay = "images have different heights or widths on ranks, and a batch does not give their sizes"
-        elif not self.towers.has_frames and (counts[:, 0] != counts[:, 1]).any():
-            stay = "it has videos whose frames are not computed like images"
-        self._say_once(STAY, stay)
-        if stay:
-            if self._every_rank:
-                check_all_hold(transport, (counts[:, 1] > 0).astype(int).tolist(), number)
-            return None
-        side = 1 if form.has_patches else self.towers.side
-        patches = units.sizes.prod(axis=1) // side**2
-        work = self.towers.cost.work_of(np.maximum(patches, 1))
-        placed = place_images(work, units.held, transport.world_size, self._every_rank)
-        before, after = (imbalance(sum_by(of, work, transport.world_size)) for of in (units.held, placed.rank_of))
-        self.imbalance = before, after
-        if (placed.rank_of == units.held).all() and (placed.dummies < 0).all():
-            return None
-        if not self._has_moved:
+    def _cast(self, backbone: nn.Module) -> torch.dtype | None:
+        """Returns the dtype to which the class casts pixels first; None if it does not."""
+        return attrgetter(self.towers.cast)(backbone) if self.towers.cast else None
+
+    def _note(self, planned: ImagePlan, transport: Transport, number: int) -> None:
+        """Notes and logs where images of a batch are computed.
+
+        Raises:
+            PackingError: they stay, and only some ranks hold images, which others wait for.
+        """
+        self._say_once(STAY, planned.stay)
+        if planned.stay:
+            if planned.every_rank:
+                check_all_hold(transport, [int(len(of.sizes) > 0) for of in planned.images], number)
+            return
+        self.imbalance = before, after = planned.imbalance
+        if planned.moves is not None and not self._has_moved:
             self._has_moved = True
             shown = f"work of the busiest rank's tower {before:.2f} -> {after:.2f} times the mean"
             self._say_once(MOVE, f"{shown} (in the first uneven micro-batch)")
-        return placed
 
     def _replaced(
         self, given: Keywords, num_images: int, form: FeatureForm, rows: torch.Tensor, tokens: list[int]
@@ -215,21 +185,21 @@ class TowerBorders:
 
 def _sent(
     transport: Transport,
-    values: list[torch.Tensor],
+    given: Keywords,
     form: PixelForm,
-    moves: ImageMoves,
-    units: Units,
+    rows: tuple[IntArray, list[int], list[int]],
     device: torch.device,
     where: str,
 ) -> torch.Tensor:
     """Returns `[rows, ...]` pixels of the images that this rank computes. A collective call."""
+    values = [x for media in (IMAGES, VIDEOS) if (x := given.get(media.values)) is not None and x.numel()]
     if not values:
         pixels = torch.empty((0, *form.room), dtype=form.dtype, device=device)
     else:
-        pixels = torch.cat(values) if len(values) > 1 else values[0]
+        pixels = (torch.cat(values) if len(values) > 1 else values[0]).to(form.dtype)
         missing = [size - has for size, has in zip(form.room, pixels.shape[1:], strict=True)]
         if any(missing):  # whole images get the same room on all ranks
             pixels = nn.functional.pad(pixels, (0, missing[2], 0, missing[1]))
-    leaving, sent, received = moves.pixel_rows(units.rows[units.held == transport.rank], units.rows)
+    leaving, sent, received = rows
     arrived = send_pixels(transport, pixels.flatten(1), to_device(leaving, device), sent, received, where)
     return arrived.view(len(arrived), *form.room)

@@ -4,6 +4,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from distca_hf.batches.document_gather import BatchDocuments
+from distca_hf.batches.beginnings import Placeholders
+from distca_hf.batches.document_gather import BatchDocuments, DocumentGather
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import (
     ENTRY,
@@ -24,7 +26,7 @@ from distca_hf.batches.read_documents import (
     reading_of,
     take_reading,
 )
-from distca_hf.batches.step_ahead import DOCUMENTS, FOLLOWING, StepAhead
+from distca_hf.batches.step_ahead import BORDERS, DOCUMENTS, FOLLOWING, IMAGES, StepAhead
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanMismatchError
 from distca_hf.runtime.live_plan import LivePlan
@@ -77,6 +79,42 @@ def test_a_pass_finds_what_was_read_of_its_batch(
     assert np.array_equal(reading.documents.lengths, lengths)
     without_labels = {name: value for name, value in batch.items() if name != "labels"}
     assert reading_of(without_labels | {"num_items_in_batch": 3}) is reading
+
+
+IMAGE_READER = replace(READER, placeholders=Placeholders(7, 8), finds_image_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "runs"),
+    [
+        ({}, [0, 2, 4, 6]),  # of the seven tokens without padding
+        ({"input_ids": None, "inputs_embeds": torch.ones(2, 4, 3)}, []),
+        ({"input_ids": None, "inputs_embeds": torch.ones(2, 4, 3), "pixel_values": torch.ones(4, 8)}, [0, 7]),
+    ],
+    ids=["ids", "embeddings without images", "embeddings with images"],
+)
+def test_runs_of_image_tokens_are_found_among_tokens_without_padding(change: Batch, runs: list[int]) -> None:
+    given = {"input_ids": torch.tensor([[7, 8, 1, 7], [2, 8, 8, 3]]), "attention_mask": MASK}
+    batch = {name: value for name, value in (given | change).items() if value is not None}
+    read = IMAGE_READER.read(batch)
+
+    assert read.image_runs.tolist() == runs
+    assert read.num_image_tokens == sum(runs[1::2]) - sum(runs[::2])
+    assert len(READER.read(batch).image_runs) == 0
+
+
+def test_runs_of_all_batches_and_ranks_are_gathered_with_lengths() -> None:
+    ids = [[torch.tensor([[7, 7, 1]]), torch.tensor([[1, 2]])], [torch.tensor([[3]]), torch.tensor([[7, 1, 7, 8]])]]
+
+    def run(transport: LoopbackTransport) -> list[tuple[list[list[int]], list[list[int]]]]:
+        reads = [IMAGE_READER.read({"input_ids": one}) for one in ids[transport.rank]]
+        gathered = DocumentGather(transport, reads, 2, 0, "documents", (0, 4)).wait()
+        return [
+            ([one.tolist() for one in batch.lengths], [one.tolist() for one in batch.image_runs]) for batch in gathered
+        ]
+
+    expected = [([[3], [1]], [[0, 2], []]), ([[2], [4]], [[], [0, 1, 2, 4]])]
+    assert run_ranks(2, run) == 2 * [expected]
 
 
 def other_positions(batch: Batch) -> Batch:
@@ -209,10 +247,11 @@ def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_ba
         assert ahead.take(reads[0]) is None
         assert ahead.take_step_batches() == 4
         assert ahead.take_step_batches() == 0
-        assert ahead.show() == {FOLLOWING: 3, DOCUMENTS: 2 + 2 * rank}
-        ahead.seen({FOLLOWING: [3, 3, 3], DOCUMENTS: [2, 4, 6]}, 0)
-        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0}  # by a second pass before the first one ends
-        ahead.seen({FOLLOWING: [0, 0, 0], DOCUMENTS: [0, 0, 0]}, 1)
+        assert ahead.show() == {FOLLOWING: 3, DOCUMENTS: 2 + 2 * rank, IMAGES: 0, BORDERS: 0}
+        ahead.seen({FOLLOWING: [3, 3, 3], DOCUMENTS: [2, 4, 6], IMAGES: [0, 0, 0], BORDERS: [0, 0, 0]}, 0)
+        # By a second pass before the first one ends.
+        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0, IMAGES: 0, BORDERS: 0}
+        ahead.seen({FOLLOWING: [0, 0, 0], DOCUMENTS: [0, 0, 0], IMAGES: [0, 0, 0], BORDERS: [0, 0, 0]}, 1)
         assert len(places) == 1
         ahead.start()
         taken = [plan for plan in map(ahead.take, reads) if plan is not None]
@@ -221,7 +260,7 @@ def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_ba
         first, second, third = (plan.planned for plan in taken)
         assert third.result() == [7, 7, 7]
         ahead.begin([readings[0], None], 4, CPU)
-        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0}
+        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0, IMAGES: 0, BORDERS: 0}
         return first.result(), str(second.exception()), list(map(ahead.take, reads))
 
     assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", [None, None, None])]

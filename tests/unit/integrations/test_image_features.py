@@ -44,6 +44,35 @@ def test_images_of_other_classes_stay_and_it_is_said_why(model_type: str, why: s
     assert why in towers_of(multimodal_model(model_type, "eager")).stay
 
 
+@pytest.mark.parametrize(
+    ("model_type", "cast"),
+    [
+        *((name, "visual.dtype") for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")),
+        ("internvl", "dtype"),
+        *((name, "") for name in ("mistral3", "gemma3", "llava", "paligemma", "kimi_k25")),
+    ],
+)
+def test_pixels_are_cast_first_in_some_classes(model_type: str, cast: str) -> None:
+    """Features of pixels that were cast before are the same bits, also under autocast."""
+    model = made(model_type)
+    assert towers_of(model).cast == cast
+    if not cast:
+        return
+    backbone: Any = backbone_of(model.bfloat16())
+    width = 14 if model_type in ("qwen2_vl", "qwen2_5_vl", "glm4v") else 16
+    given: dict[str, Any] = {"pixel_values": torch.randn(32, 3 * 2 * width**2)}
+    given["image_grid_thw"] = torch.tensor([[1, 4, 8]])
+    if model_type == "internvl":
+        given = {"pixel_values": torch.randn(2, 3, 56, 56)}
+    for is_autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            features, of_cast = (
+                backbone.get_image_features(**given | {"pixel_values": pixels}, return_dict=True).pooler_output
+                for pixels in (given["pixel_values"], given["pixel_values"].bfloat16())
+            )
+        assert torch.equal(torch.cat([*features]), torch.cat([*of_cast]))
+
+
 def test_a_tower_that_computes_means_over_images_keeps_them() -> None:
     model = made("llava")
     model.model.vision_tower.embeddings.norm = torch.nn.BatchNorm2d(3)

@@ -258,7 +258,8 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         return load_of(cluster, plan, chunks, saves, planning_seconds=planning)
 
     def given() -> Load:
-        plans, home = GivenPlans(topology, costs.head_groups), Layout.from_packs(ways.best_fit(lengths, ranks))
+        home = Layout.from_packs(ways.best_fit(lengths, ranks))
+        plans = GivenPlans(topology, costs.head_groups, cost=model.pass_costs.both)
         layout = plans.layout(home)
         load = load_of(cluster, plans.plan(layout), chunks, False)
         return rows_placed(costs, cluster, home, load, layout, loss_is_placed=False)
