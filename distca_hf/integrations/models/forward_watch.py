@@ -20,7 +20,7 @@ from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, fill_empty, reading_of
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.batches.square_masks import is_square, numbered_rows, tokens_in
-from distca_hf.batches.written_batches import WrittenBatches
+from distca_hf.batches.written_batches import WrittenBatches, state_of
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
@@ -297,7 +297,7 @@ class ForwardWatch:
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
-        unshared = self._sharing.refusal(batch, module.training, self._counted.has_noise())
+        unshared = self._sharing.refusal_later(batch, module.training, self._counted.has_noise)
         plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, unshared)
         self.towers.begin(batch, planner.images)
         if plan is not None:
@@ -327,9 +327,10 @@ class ForwardWatch:
                 "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
                 "(past_key_values=DynamicCache()): then every rank attends to its own batch"
             )
-        (read, self._read), reading = (self._read, None), reading_of(batch)
+        state = state_of(batch)
+        (read, self._read), reading = (self._read, None), reading_of(batch, state)
         read = read or (reading and reading.documents) or self.reader.read(batch)
-        self._written.expect(batch, read.checksums)
+        self._written.expect(batch, state, read.checksums)
         self._borders.begin(read.padded)
         return read
 
