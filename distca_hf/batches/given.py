@@ -283,7 +283,7 @@ class GivenPlanner:
         self.latest_moves = None if moves is None else moves.moves
         facts = kinds.facts
         if shown.returning is not Returning.STATES:  # head and loss run on placed rows
-            facts = replace(facts, head_tokens=facts.tokens)
+            facts = facts.with_head_on_placed_rows()
         self.history.append(facts)
         if trains:
             self._uncounted.append(facts)

@@ -264,7 +264,7 @@ class ForwardWatch:
         """Returns `use_cache=False`, unless the caller chose a value: a cache would keep the keys of all layers."""
         if not self._accepts_use_cache or batch.get("use_cache") is not None:
             return {}
-        if getattr(transformers_model(self.root).config, "use_cache", False) and not self._logged_cache:
+        if not self._logged_cache and getattr(transformers_model(self.root).config, "use_cache", False):
             self._logged_cache = True
             log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
