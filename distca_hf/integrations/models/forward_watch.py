@@ -327,9 +327,8 @@ class ForwardWatch:
                 "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
                 "(past_key_values=DynamicCache()): then every rank attends to its own batch"
             )
-        state = state_of(batch)
-        (read, self._read), reading = (self._read, None), reading_of(batch, state)
-        read = read or (reading and reading.documents) or self.reader.read(batch)
+        (read, self._read), state = (self._read, None), state_of(batch)
+        read = read or ((reading := reading_of(batch, state)) and reading.documents) or self.reader.read(batch)
         self._written.expect(batch, state, read.checksums)
         self._borders.begin(read.padded)
         return read
