@@ -52,16 +52,16 @@ class TraceFile:
     """
 
     def __init__(self, folder: str) -> None:
-        self._given, self._output_folder = folder, Path()
+        self._given, self._output_folder = folder, ""
         self._path: Path | None = None
         self._failed = False
         self.step: int | None = None
 
     def follow_trainer(self, output_folder: str | None, step: int) -> None:
         """Notes that a Trainer with this output folder begins an optimizer step."""
-        output = Path(output_folder or "")
-        if output != self._output_folder:
-            self._output_folder, self._path, self._failed = output, None, False
+        output_folder = output_folder or ""
+        if output_folder != self._output_folder:
+            self._output_folder, self._path, self._failed = output_folder, None, False
         self.step = step
 
     def leave_trainer(self) -> None:
@@ -71,7 +71,7 @@ class TraceFile:
     @property
     def folder(self) -> Path:
         """Folder of the traces of all ranks."""
-        return Path(self._given) if self._given else self._output_folder / FOLDER
+        return Path(self._given) if self._given else Path(self._output_folder, FOLDER)
 
     def write(self, number: int, trace: RankTrace) -> None:
         """Appends a trace.

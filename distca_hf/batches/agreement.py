@@ -7,8 +7,8 @@ equally many numbers when they gather document lengths.
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, lru_cache
 from importlib.metadata import version
 from typing import NamedTuple
 from zlib import crc32
@@ -206,11 +206,12 @@ class GivenAgreement:
         numbers = agreement.wait(Scope.ROWS)
         if CHECKSUM in flags:
             self._check_same_batch(agreement, number)
-        num_images, holding = numbers["images that may move"], [int(of > 0) for of in numbers["dtypes of images"]]
+        num_images, dtypes_of_ranks = numbers["images that may move"], numbers["dtypes of images"]
         wait, train = (any(of & bit for of in numbers["towers"]) for bit in (1, 2))
         if wait and min(num_images) < 0:
-            check_all_hold(self._transport, holding, number)
-        self._check_dtypes(numbers["dtypes of images"], number)
+            check_all_hold(self._transport, [int(of > 0) for of in dtypes_of_ranks], number)
+        if any(dtypes_of_ranks):
+            self._check_dtypes(dtypes_of_ranks, number)
         if any(numbers["learns nothing"]):
             log.warning(
                 "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
@@ -289,7 +290,12 @@ def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:
     facts: list[object] = [torch.is_grad_enabled(), *gradients_of]
     for name, value in sorted(batch.items()):
         if isinstance(value, torch.Tensor):
-            facts.append((name, str(value.dtype), value.ndim, value.numel() > 0, value.requires_grad))
+            facts.append((name, value.dtype, value.ndim, value.numel() > 0, value.requires_grad))
         elif value is not None:
             facts.append((name, value if isinstance(value, bool | str) else type(value).__name__))
-    return crc32(str(facts).encode())
+    return _number_of(tuple(facts))
+
+
+@lru_cache(maxsize=64)
+def _number_of(form: Hashable) -> int:
+    return crc32(str(form).encode())

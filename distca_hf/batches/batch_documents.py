@@ -307,7 +307,7 @@ def media_of(batch: Batch) -> list[str]:
     """Returns names of the images, videos and sound that a batch holds; does not wait for a device."""
     filled = []
     for name, given in batch.items():
-        if _names_media(name):
+        if names_media(name):
             is_tensor, is_list = isinstance(given, torch.Tensor), isinstance(given, list | tuple)
             if (is_tensor and given.numel()) or (is_list and given):
                 filled.append(name)
@@ -315,7 +315,8 @@ def media_of(batch: Batch) -> list[str]:
 
 
 @lru_cache(maxsize=1024)
-def _names_media(name: str) -> bool:
+def names_media(name: str) -> bool:
+    """Returns whether an entry of this name holds images, videos or sound."""
     return MEDIA.search(name) is not None
 
 

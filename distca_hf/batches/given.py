@@ -156,7 +156,7 @@ class GivenPlanner:
         gradients_of: Sequence[bool] = (),
         returning: Returning = Returning.STATES,
         meanwhile: Callable[[], None] = lambda: None,
-        unshared: str = "",
+        unshared: Callable[[], str] = lambda: "",
         towers: Facts = NO_FACTS,
     ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
@@ -167,7 +167,8 @@ class GivenPlanner:
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs of the pass's results.
             meanwhile: runs while this rank waits for the others.
-            unshared: why documents of this rank must not share prefixes; empty if they may.
+            unshared: returns why documents of this rank must not share prefixes, empty if they may. Called only if
+                that matters; then perhaps not before the first attention call, when the device is busy.
             towers: arguments of towers, by name.
 
         Returns:
@@ -190,7 +191,7 @@ class GivenPlanner:
             raise
         device = tokens_of(batch).device
         planned, step_batches = self._step.take(read), self._step.take_step_batches()
-        if planned is not None and planned.shares and unshared:
+        if planned is not None and planned.may_share and unshared():
             planned = None
         ahead = 0 if planned is None else planned.number
         of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile, towers
@@ -199,17 +200,21 @@ class GivenPlanner:
         if shown.stays_padded:
             return None
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.known_lengths
-        self._step.shares, self._step.returning = not unshared, shown.returning
-        shares, has_one_label = not unshared and self._least_tokens > 0, shown.returning is not Returning.STATES
-        shown_as = to_share(read, shares, has_one_label, self._least_tokens)
-        self._say_unshared(read, shown_as, unshared or read.unshared)
+        self._step.unshared, self._step.returning = unshared, shown.returning
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
             of_all = f"0 tokens on {len(shown.num_documents)} ranks"
             raise PackingError(f"micro-batch {number}: no data on any rank ({of_all}); leave this batch out")
         # Evaluation does not use ranks without tokens; some of them may be lost.
         extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
-        if planned is not None and shown.is_planned and planned.fits(shown.returning):
+        if planned is not None and not (shown.is_planned and planned.fits(shown.returning)):
+            planned = None
+        if planned is None or self._looks_for_unshared:
+            shares, has_one_label = self._least_tokens > 0 and not unshared(), shown.returning is not Returning.STATES
+            shown_as = to_share(read, shares, has_one_label, self._least_tokens)
+            if self._looks_for_unshared and shown_as is not read:
+                self._say_unshared(read, shown_as, unshared() or read.unshared)
+        if planned is not None:
             prepare = planned.planned.result
             plan_images = partial(self._images_ahead, prepare)
         else:
@@ -235,14 +240,17 @@ class GivenPlanner:
             also=self._step,
         )
 
-    def _say_unshared(self, read: ReadDocuments, shown_as: ReadDocuments, unshared: str) -> None:
-        """Logs once why documents that begin alike do not share their prefix. Looks in passes 1, 2, 4, 8 and so on:
-        passes wait for it."""
+    @property
+    def _looks_for_unshared(self) -> bool:
+        """Whether to find out in this pass if documents that begin alike share no prefix: until that was logged, in
+        passes 1, 2, 4, 8 and so on, which wait for it."""
         tokens, passes = self._config.shared_prefix_tokens, self._next_number
-        if shown_as is read or self._said_unshared or not tokens or passes & (passes - 1):
-            return
+        return tokens > 0 and not self._said_unshared and passes & (passes - 1) == 0
+
+    def _say_unshared(self, read: ReadDocuments, shown_as: ReadDocuments, unshared: str) -> None:
+        """Logs once why documents that begin alike do not share their prefix."""
         why = unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
-        self._said_unshared = say_unshared(read, shown_as, why, tokens)
+        self._said_unshared = say_unshared(read, shown_as, why, self._config.shared_prefix_tokens)
 
     def _prepare_gathered(
         self, wait: Callable[[], BatchDocuments], padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
@@ -304,7 +312,7 @@ class GivenPlanner:
         self.latest_moves = None if moves is None else moves.moves
         facts = kinds.facts
         if shown.returning is not Returning.STATES:  # head and loss run on placed rows
-            facts = replace(facts, head_tokens=facts.tokens)
+            facts = facts.with_head_on_placed_rows()
         self.history.append(facts)
         if trains:
             self._uncounted.append(facts)

@@ -222,7 +222,10 @@ def note_batch(batch: Batch) -> None:
 
     Trainer or a program may have copied the tensors of a placed batch. The latest entries of a pack count.
     """
-    plan, tensors = batch.get("distca_plan"), _plain_tensors(batch)
+    plan = batch.get("distca_plan")
+    if plan is None and not _may_tell(batch):
+        return
+    tensors = _plain_tensors(batch)
     telling = [tensors[name] for name in TELLING if name in tensors]
     if tensors.keys().isdisjoint(TOKENS) or not (isinstance(plan, LivePlan) or (plan is None and telling)):
         return
@@ -264,7 +267,7 @@ def completed(batch: Batch, model_name: str) -> dict[str, Any]:
         PlanError, PackingError: as for `copied_batch` and `KnownBatch.missing`.
     """
     known = known_batch(batch)
-    if known is None and all(batch.get(name) is None for name in ("distca_plan", *TELLING)):
+    if known is None and batch.get("distca_plan") is None and not _may_tell(batch):
         known = copied_batch(batch)
     note_batch(batch)
     return {**batch, **({} if known is None else known.missing(batch, model_name))}
@@ -273,6 +276,12 @@ def completed(batch: Batch, model_name: str) -> dict[str, Any]:
 def any_known() -> bool:
     """Returns whether any known batch is in use."""
     return len(_in_use) > 0
+
+
+def _may_tell(batch: Batch) -> bool:
+    """Returns whether a batch has an entry that tells its documents apart."""
+    positions, offsets = map(batch.get, TELLING)
+    return positions is not None or offsets is not None
 
 
 def _marked(tensor: object, batch: Batch) -> KnownBatch | None:

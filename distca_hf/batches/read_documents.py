@@ -46,13 +46,14 @@ from distca_hf.batches.beginnings import NO_BEGINNINGS, Placeholders, beginnings
 from distca_hf.batches.images import BatchImages, image_runs, images_of
 from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.batches.written_batches import (
+    HAS_MEDIA,
     LABELS,
     Checksums,
+    State,
     checksums_of,
     read_of,
     sampled,
     state_of,
-    watched_in,
 )
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
@@ -332,27 +333,31 @@ def mark(batch: Batch, reading: Reading) -> None:
 
     A reading may hold these very tensors, and a storage that kept a tensor on itself alive would never be freed.
     """
-    marked = weakref.ref(reading), state_of(batch)
-    for value in watched_in(batch).values():
-        setattr(value.untyped_storage(), MARK, marked)
+    state = state_of(batch)
+    marked = weakref.ref(reading), state
+    for name in state.keys() - {HAS_MEDIA}:
+        setattr(batch[name].untyped_storage(), MARK, marked)
 
 
-def reading_of(batch: Batch) -> Reading | None:
+def reading_of(batch: Batch, state: State | None = None) -> Reading | None:
     """Returns the reading of a pass's tensors. None if they have none, or if a tensor was replaced or written to
     since.
 
     The pass may lack labels, unless what was read depends on them.
+
+    Args:
+        state: `state_of` the batch, if known.
     """
     tokens = batch.get("input_ids")
     if type(tokens) is not torch.Tensor or tokens.is_meta:
         return None
-    marked: tuple[weakref.ref[Reading], dict[str, object]] | None = getattr(tokens.untyped_storage(), MARK, None)
+    marked: tuple[weakref.ref[Reading], State] | None = getattr(tokens.untyped_storage(), MARK, None)
     if marked is None or (reading := marked[0]()) is None:
         return None
-    then, now = marked[1], state_of(batch)
-    if any(then.get(name) != value for name, value in now.items()):
+    then, now = marked[1], state_of(batch) if state is None else state
+    if now.items() - then.items():
         return None
-    if any(getattr(value.untyped_storage(), MARK, None) is not marked for value in watched_in(batch).values()):
+    if any(getattr(batch[name].untyped_storage(), MARK, None) is not marked for name in now.keys() - {HAS_MEDIA}):
         return None  # another tensor, in freed memory
     missing = then.keys() - now.keys()
     if not missing:

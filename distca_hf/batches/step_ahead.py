@@ -75,6 +75,12 @@ class AheadPlan(NamedTuple):
         only_unlearnt = self.returning is not Returning.STATES or returning is Returning.STATES
         return only_unlearnt or self.planned.result().plan.layout.shared is None
 
+    @property
+    def may_share(self) -> bool:
+        """Whether documents of this rank may share prefixes in the plan, as far as it is known without waiting."""
+        is_known = self.planned.done() and self.planned.exception() is None
+        return self.shares and not (is_known and self.planned.result().plan.layout.shared is None)
+
 
 class StepAhead:
     """Plans micro-batches that are known before their pass.
@@ -85,7 +91,7 @@ class StepAhead:
         least_tokens: shortest prefix that documents share; 0: none is shared.
 
     Attributes:
-        shares: whether documents of this rank may share prefixes.
+        unshared: returns why documents of this rank must not share prefixes, empty if they may; called once a pass.
         returning: what passes are expected to return; the same on all ranks.
     """
 
@@ -96,11 +102,12 @@ class StepAhead:
         least_tokens: int,
     ) -> None:
         self._transport, self._prepare = transport, prepare
-        self._least_tokens, self.shares, self.returning = least_tokens, False, Returning.STATES
+        self._least_tokens, self.returning = least_tokens, Returning.STATES
+        self.unshared: Callable[[], str] = lambda: ""
         self._readings: Sequence[Reading | None] = ()
         self._documents: list[ReadDocuments] = []
         self._step_batches = 0
-        self._gathering: tuple[Sequence[ReadDocuments], DocumentGather] | None = None
+        self._gathering: tuple[Sequence[ReadDocuments], bool, DocumentGather] | None = None
         self._pins_on: torch.device | None = None
         self._last_number = 0
         # Plans that no pass asks for are forgotten with their batches.
@@ -145,11 +152,11 @@ class StepAhead:
         if {*shown[FOLLOWING]} != {len(documents)} or not documents:
             return
         where = f"micro-batch {micro_batch}, document lengths of its step"
-        of_pass = self.shares, self.returning is not Returning.STATES, self._least_tokens
+        shares = self._least_tokens > 0 and not self.unshared()
+        of_pass = shares, self.returning is not Returning.STATES, self._least_tokens
         shown_as = [to_share(read, *of_pass) for read in documents]
         most = max(shown[DOCUMENTS]), self._least_tokens, where, (max(shown[IMAGES]), max(shown[BORDERS]))
-        gather = DocumentGather(self._transport, shown_as, *most)
-        self._gathering = documents, gather
+        self._gathering = documents, shares, DocumentGather(self._transport, shown_as, *most)
 
     def start(self) -> None:
         """Starts to plan the batches whose lengths were gathered, if any. A collective call.
@@ -159,7 +166,7 @@ class StepAhead:
         """
         if self._gathering is None:
             return
-        (documents, gather), self._gathering = self._gathering, None
+        (documents, shares, gather), self._gathering = self._gathering, None
         of_batches, device = gather.wait(), self._pins_on
         # Otherwise pinning would open a context on the first GPU.
         enter = None if device is None else partial(torch.cuda.set_device, device)
@@ -167,7 +174,7 @@ class StepAhead:
         for read, of_batch in zip(documents, of_batches, strict=True):
             self._last_number += 1
             planned = thread.submit(self._prepare, of_batch, read.padded, device is not None)
-            self._planned[read] = AheadPlan(self._last_number, planned, self.shares, self.returning)
+            self._planned[read] = AheadPlan(self._last_number, planned, shares, self.returning)
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
     def take(self, read: ReadDocuments) -> AheadPlan | None:

@@ -12,37 +12,43 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.batches.batch_documents import Batch, media_of
+from distca_hf.batches.batch_documents import Batch, media_of, names_media
 from distca_hf.batches.beginnings import ODD_FACTOR, OF_ITEMS, VALUES, as_int64, row_sums_of
 from distca_hf.errors import PackingError
 from distca_hf.runtime.live_plan import LivePlan
 
 
 LABELS = ("labels", "shift_labels")
+HAS_MEDIA = "has media"  # a pass has no argument of this name
 # Entries of a batch that are read.
 OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids", *LABELS)
-READ = (*OF_TOKENS, "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *OF_ITEMS)
+READ = frozenset((*OF_TOKENS, "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *OF_ITEMS))
 # Rows of images that checksums include, at most twice as many.
 SAMPLED_ROWS = 256
 # Checksums of tensors by name and dtype: images may be cast between reading and pass.
 Checksums = dict[tuple[str, torch.dtype], int]
+# What `state_of` returns.
+State = dict[str, object]
 
 
 def read_of(batch: Batch) -> dict[str, torch.Tensor]:
     """Returns the tensors that are read, by name."""
-    return {name: value for name in READ if isinstance(value := batch.get(name), torch.Tensor)}
+    return {name: value for name, value in batch.items() if name in READ and isinstance(value, torch.Tensor)}
 
 
 def watched_in(batch: Batch) -> dict[str, torch.Tensor]:
     """Returns the tensors that are read or hashed, by name."""
-    media = {name: value for name in media_of(batch) if isinstance(value := batch[name], torch.Tensor)}
-    return read_of(batch) | media
+    return {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and (name in READ or (names_media(name) and value.numel() > 0))
+    }
 
 
-def state_of(batch: Batch) -> dict[str, object]:
-    """Returns address, shape, strides and version of the tensors that are read or hashed, and whether there are
-    media."""
-    return {"media": bool(media_of(batch))} | {
+def state_of(batch: Batch) -> State:
+    """Returns address, shape, strides and version of the tensors that are read or hashed, by name; and under
+    `HAS_MEDIA` whether there are media."""
+    return {HAS_MEDIA: bool(media_of(batch))} | {
         name: (value.data_ptr(), value.shape, value.stride(), -1 if value.is_inference() else value._version)
         for name, value in watched_in(batch).items()
     }
@@ -80,16 +86,19 @@ class WrittenBatches:
     """Compares the batches of passes with what was read of them."""
 
     def __init__(self) -> None:
-        self._next: tuple[Batch, dict[str, object], Checksums] | None = None
+        self._next: tuple[Batch, State, Checksums] | None = None
         self._arriving: deque[_Arriving] = deque()
 
-    def expect(self, batch: Batch, checksums: Checksums | None) -> None:
+    def expect(self, batch: Batch, state: State, checksums: Checksums | None) -> None:
         """Remembers what was read of the batch of the next pass.
+
+        Args:
+            state: `state_of` the batch.
 
         Raises:
             PackingError: the batch of an earlier pass differs from what was read.
         """
-        self._next = None if checksums is None else (watched_in(batch), state_of(batch), checksums)
+        self._next = None if checksums is None else (watched_in(batch), state, checksums)
         while self._arriving and ((arrived := self._arriving[0].arrived) is None or arrived.query()):
             pass_sums = self._arriving.popleft()
             for (name, expected), found in zip(pass_sums.expected, pass_sums.found.tolist(), strict=True):

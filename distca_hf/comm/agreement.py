@@ -192,8 +192,10 @@ class Agreement:
 
     def _compare(self, rows: list[list[int]], of: Scope) -> dict[str, list[int]]:
         ranks = self.transport.grid.members(self.scope)
-        self.transport.traffic.leaving |= {rank: row[2] for rank, row in zip(ranks, rows, strict=True) if row[2]}
-        occasions, micro_batches, digests = ({row[at] for row in rows} for at in (0, 1, 3))
+        each_occasion, each_micro_batch, signals, each_digest, *_ = zip(*rows, strict=True)
+        if any(signals):
+            self.transport.traffic.leaving |= {rank: one for rank, one in zip(ranks, signals, strict=True) if one}
+        occasions, micro_batches, digests = set(each_occasion), set(each_micro_batch), set(each_digest)
         if Occasion.UNABLE in occasions:
             unable = [self.labels[place] for place, row in enumerate(rows) if row[0] == Occasion.UNABLE]
             raise PeerLostError(f"{self._where}: rank {', '.join(unable)} could not do its part; see the error there")
@@ -205,7 +207,7 @@ class Agreement:
         if of is not self.scope:
             row_of = dict(zip(ranks, rows, strict=True))
             rows = [row_of[rank] for rank in self.transport.grid.members(of)]
-        return {name: [row[HEADER + at] for row in rows] for at, name in enumerate(self.numbers)}
+        return dict(zip(self.numbers, map(list, [*zip(*rows, strict=True)][HEADER:]), strict=False))
 
     @property
     def labels(self) -> list[str]:

@@ -84,6 +84,7 @@ class RecomputedLayers:
         self.again: list[int] = []
         self.regions: Regions = ()
         self._modules: list[nn.Module] | None = None
+        self._attributes: list[dict[str, object]] = []  # of these modules
         self._known: tuple[list[object], DistCAConfig, bool] | None = None
         self._rows_wait = False
 
@@ -96,7 +97,7 @@ class RecomputedLayers:
             has_peers: whether other ranks send rows to this one.
         """
         is_first, modules = self._modules is None, self._found(model)
-        if self._known == (_checkpointed_by(modules), config, has_peers):  # in most passes nothing has changed
+        if self._known == (self._checkpointed_by(), config, has_peers):  # in most passes nothing has changed
             return self._rows_wait
         self._rows_wait = False
         if config.checkpointed_attention != "recompute":
@@ -126,7 +127,7 @@ class RecomputedLayers:
             )
         if (again := _attending_again(modules)) != self.again:  # looking into all modules takes a millisecond
             self.again, self.regions = again, self._find(modules, again)
-        self._known = _checkpointed_by(modules), config, has_peers
+        self._known = self._checkpointed_by(), config, has_peers
         return self._rows_wait
 
     def parts(self, model: nn.Module) -> tuple[bool, bool]:
@@ -145,7 +146,12 @@ class RecomputedLayers:
         """Returns the modules that are or may be checkpointed, outer ones first. Searches only once."""
         if self._modules is None:
             self._modules = checkpointed_modules(model)
+            self._attributes = list(map(vars, self._modules))  # quicker than asking a module for what it may not have
         return self._modules
+
+    def _checkpointed_by(self) -> list[object]:
+        """Returns what decides how modules are checkpointed: while it is equal, nothing has changed."""
+        return [value for own in self._attributes for value in map(own.get, (*FUNCTIONS, "gradient_checkpointing"))]
 
     def _find(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
         in_region: dict[nn.Module, nn.Module] = {}
@@ -161,12 +167,6 @@ class RecomputedLayers:
         for layer, region in in_region.items():
             regions.setdefault(region, []).extend(self._masks[layer])
         return tuple(tuple(masks) for masks in regions.values())
-
-
-def _checkpointed_by(modules: Sequence[nn.Module]) -> list[object]:
-    """Returns what decides how modules are checkpointed: while it is equal, nothing has changed."""
-    attributes = [vars(module) for module in modules]  # quicker than asking a module for what it may not have
-    return [own.get(name) for own in attributes for name in (*FUNCTIONS, "gradient_checkpointing")]
 
 
 def _attending_again(modules: Sequence[nn.Module]) -> list[int]:

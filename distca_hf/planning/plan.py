@@ -246,6 +246,13 @@ class PlanFacts:
         of_batches, of_layers = tuple(home.rank_tokens.tolist()), tuple(layout.rank_tokens.tolist())
         return replace(self, tokens_before=of_batches, tokens=of_layers, head_tokens=of_batches)
 
+    def with_head_on_placed_rows(self) -> Self:
+        """Returns facts of given batches whose head computes the same tokens as layers. Passes wait for this, and
+        `replace` would call all that makes facts."""
+        facts = object.__new__(type(self))
+        vars(facts).update(vars(self), head_tokens=self.tokens)
+        return facts
+
     @property
     def of_full_and_windows(self) -> tuple[Self, Self] | None:
         """Facts of the layers with full attention, and of all layers with a window; None unless there are both."""

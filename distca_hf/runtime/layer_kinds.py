@@ -126,10 +126,12 @@ class PinnedKinds:
     def planned(self, device: torch.device, fingerprint: int, posted: Posted | None = None) -> Planned:
         """Returns the planned micro-batch, on the device; the host does not wait."""
 
-        @cache
+        copied = dict[Mask, DeviceRankPlan]()
+
         def routings() -> Mapping[Mask, DeviceRankPlan]:
-            plans = self.plans.items()
-            return {mask: plan.with_routings(lambda routing: routing.to(device)) for mask, plan in plans}
+            for mask, plan in self.plans.items() if not copied else ():
+                copied[mask] = plan.with_routings(lambda routing: routing.to(device))
+            return copied
 
         def route_window(mask: Mask) -> DeviceRankPlan:
             log.debug("rank %d: %s is routed when a layer first attends with it", self.rank, mask)

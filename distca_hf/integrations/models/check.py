@@ -245,10 +245,15 @@ def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]
             yield f"{name}={share} leaves out other layers on every rank; set it to 0"
 
 
+def loses_shift_labels(model: PreTrainedModel) -> bool:
+    """Returns whether a model's forward gives its loss no shift_labels."""
+    forward = type(model).forward
+    return not takes_shift_labels(forward) and not passes_keywords_on(forward, "loss_function")
+
+
 def refused_loss(model: PreTrainedModel) -> Iterator[str]:
     """Yields why the loss of a model would be wrong if documents are cut between ranks."""
-    forward = type(model).forward
-    if not takes_shift_labels(forward) and not passes_keywords_on(forward, "loss_function"):
+    if loses_shift_labels(model):
         yield (
             "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
             f"({type(model).__name__}.forward does not pass its keywords on to the loss); {OWN_BATCHES}"

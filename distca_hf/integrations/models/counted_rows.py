@@ -23,7 +23,7 @@ from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.preview import PlacedPlan
 from distca_hf.integrations.attention import Tempered
 from distca_hf.integrations.models.hooks import HiddenHook, Hook
-from distca_hf.integrations.models.structure import attention_layers
+from distca_hf.integrations.models.structure import attention_layers, embedding_holder
 from distca_hf.runtime.live_plan import LivePlan
 
 
@@ -41,6 +41,7 @@ class CountedRows:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._noise = model, HiddenHook(self._add_noise)
+        self._embedding_holder = embedding_holder(model)
         self._lengths_T: torch.Tensor | None = None
         self._longest_tokens = self._rank = self._padding_rows = 0
         self.is_noisy = self._is_empty = False
@@ -57,7 +58,7 @@ class CountedRows:
         if plan is None:
             return {}
         if trains:  # Trainer or a program may have added Transformers' hook to the embeddings
-            hooks = self._model.get_input_embeddings()._forward_hooks
+            hooks = self._embedding_holder.get_input_embeddings()._forward_hooks
             for number in [number for number, hook in hooks.items() if hook is neftune_post_forward_hook]:
                 hooks[number] = self._noise
             self.is_noisy = self._noise in hooks.values()
@@ -81,7 +82,7 @@ class CountedRows:
 
     def has_noise(self) -> bool:
         """Returns whether embeddings of passes that train get noise."""
-        hooks = self._model.get_input_embeddings()._forward_hooks.values()
+        hooks = self._embedding_holder.get_input_embeddings()._forward_hooks.values()
         return any(hook is neftune_post_forward_hook or hook is self._noise for hook in hooks)
 
     def place(self, row_tokens_T: torch.Tensor) -> None:

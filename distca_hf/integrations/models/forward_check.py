@@ -27,6 +27,8 @@ from distca_hf.integrations.models.head_tiles import tiled_attention
 from distca_hf.integrations.models.structure import (
     IMPLEMENTATION,
     attention_layers,
+    attention_of,
+    embedding_holder,
     text_configs,
     towers,
     transformers_model,
@@ -80,7 +82,7 @@ class ForwardCheck:
 
     def __init__(self, root: nn.Module, config: DistCAConfig) -> None:
         self._root, self._config, inner = root, config, transformers_model(root)
-        self._class_name = type(inner).__name__
+        self._class_name, self._embedding_holder = type(inner).__name__, embedding_holder(inner)
         self.layers = attention_layers(inner)
         self._attention_configs = text_configs(inner)
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
@@ -92,6 +94,7 @@ class ForwardCheck:
         self._module_facts: dict[str, object] | None = None
         self._state: SharedState | None = None
         self._config_facts = ConfigFacts(root)
+        self._pass_layers: tuple[PassLayers | None, int | None] = None, None
         self._towers_are_sharded = False
         self._tower_parts: list[int] = []
         self._warned_of_plugin = self._warned_of_implementation = self._takes_placed = False
@@ -106,6 +109,13 @@ class ForwardCheck:
         Args:
             regions: see `PassLayers`.
         """
+        known, known_calls = self._pass_layers
+        if known is None or known.regions is not regions or known_calls != self.num_calls:
+            known = self._pass_layers_of(regions)
+            self._pass_layers = known, self.num_calls
+        return known
+
+    def _pass_layers_of(self, regions: Regions) -> PassLayers:
         masks = list(chain(*self.call_masks.values()))
         of_calls: tuple[int, ...] = ()
         if self.tiles and self.num_calls in (None, len(masks)):
@@ -158,7 +168,7 @@ class ForwardCheck:
         Raises:
             PlanError: its attention implementation was changed.
         """
-        now = [config._attn_implementation for config in self._attention_configs]
+        now = map(attention_of, self._attention_configs)
         others = [implementation for implementation in now if implementation != IMPLEMENTATION]
         if not others or (not trains and self._warned_of_implementation):
             return
@@ -195,7 +205,7 @@ class ForwardCheck:
 
     def gradients_before_decoder(self) -> tuple[bool, ...]:
         """Returns whether embeddings and towers need gradients, which then travel to them from rows."""
-        parts = transformers_model(self._root).get_input_embeddings().modules()
+        parts = self._embedding_holder.get_input_embeddings().modules()
         embeddings = (x for part in parts for x in part._parameters.values() if x is not None)  # in half the time
         return any(x.requires_grad for x in embeddings), any(x.requires_grad for x in self._beside_text)
 

@@ -20,7 +20,7 @@ from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, fill_empty, reading_of
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.batches.square_masks import is_square, numbered_rows, tokens_in
-from distca_hf.batches.written_batches import WrittenBatches
+from distca_hf.batches.written_batches import WrittenBatches, state_of
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
@@ -263,7 +263,7 @@ class ForwardWatch:
         """Returns `use_cache=False`, unless the caller chose a value: a cache would keep the keys of all layers."""
         if not self._accepts_use_cache or batch.get("use_cache") is not None:
             return {}
-        if getattr(transformers_model(self.root).config, "use_cache", False) and not self._logged_cache:
+        if not self._logged_cache and getattr(transformers_model(self.root).config, "use_cache", False):
             self._logged_cache = True
             log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
@@ -296,7 +296,8 @@ class ForwardWatch:
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
-        own = self._sharing.refusal(batch, module.training, self._counted.has_noise()), self.towers.arguments(batch)
+        unshared = self._sharing.refusal_later(batch, module.training, self._counted.has_noise)
+        own = unshared, self.towers.arguments(batch)
         plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, *own)
         self.towers.begin(batch, planner.images)
         if plan is not None:
@@ -327,9 +328,9 @@ class ForwardWatch:
                 "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
                 "(past_key_values=DynamicCache()): then every rank attends to its own batch"
             )
-        (read, self._read), reading = (self._read, None), reading_of(batch)
-        read = read or (reading and reading.documents) or self.reader.read(batch)
-        self._written.expect(batch, read.checksums)
+        (read, self._read), state = (self._read, None), state_of(batch)
+        read = read or ((reading := reading_of(batch, state)) and reading.documents) or self.reader.read(batch)
+        self._written.expect(batch, state, read.checksums)
         self._borders.begin(read.padded, read.num_image_tokens)
         return read
 

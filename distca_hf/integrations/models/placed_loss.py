@@ -31,7 +31,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, shifted_labels, tokens_of
 from distca_hf.data.documents import IGNORED_LABEL
-from distca_hf.integrations.models.check import refused_loss
+from distca_hf.integrations.models.check import loses_shift_labels
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN, DecoderBorders
 from distca_hf.integrations.models.structure import syntax_of, text_decoder
@@ -74,6 +74,7 @@ class PlacedLoss:
         self._shifted: tuple[object, torch.Tensor] | None = None
         self._label_count: Any = None
         self._shifts = False
+        self._head, self._parts_then = model.get_output_embeddings(), [*model._modules.values()]
 
     @property
     def is_placed(self) -> bool:
@@ -114,7 +115,10 @@ class PlacedLoss:
             return f"{type(self._model).__name__} may put features of images among the tokens"
         if getattr(self._model.config, "output_router_logits", False):
             return "the model adds a loss of its routers (output_router_logits)"
-        for part in dict.fromkeys((self._root, self._model, self._model.get_output_embeddings())):
+        parts = [*self._model._modules.values()]
+        if parts != self._parts_then or self._head not in parts:  # quicker than asking for the head in every pass
+            self._head, self._parts_then = self._model.get_output_embeddings(), parts
+        for part in dict.fromkeys((self._root, self._model, self._head)):
             if part is not None and (module := unknown_hook(part)):
                 return f"a hook of {module} may read logits or the loss"
         return ""
@@ -125,7 +129,7 @@ class PlacedLoss:
         model, name = self._model, type(self._model).__name__
         if any(getattr(model, factor, 0) for factor in MEANS_OVER_ROWS) or not _is_plain(type(model)):  # type: ignore[arg-type]
             return f"the loss of {name} is more than a sum over labels"
-        if model.loss_function is not ForCausalLMLoss or next(refused_loss(model), None) is not None:
+        if model.loss_function is not ForCausalLMLoss or loses_shift_labels(model):
             return f"{name} has its own loss"
         runs = inspect.unwrap(vars(model).get("forward", type(model).forward))
         runs = getattr(runs, "__func__", runs)

@@ -6,7 +6,7 @@ more than tokens, positions and images, or if unknown functions run on rows. Equ
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 
 import torch
@@ -70,7 +70,7 @@ class Sharing:
         self._least_tokens, self._looks, self.has_paid = config.shared_prefix_tokens, 0, False
         self._passes, self._said = 0, set[str]()
         self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
-        self._latest_refusal = self._refusal
+        self._latest_refusal: Callable[[], str] = lambda: self._refusal
 
     def refusal(self, batch: Batch, is_training: bool, is_noisy: bool) -> str:
         """Returns why documents of a batch must not share prefixes; empty if they may.
@@ -79,16 +79,26 @@ class Sharing:
             is_training: whether values may be dropped, and embeddings get noise.
             is_noisy: whether embeddings get noise (NEFTune) in training.
         """
-        self._latest_refusal = (
-            self._refusal or _of_batch(batch, self._is_multimodal) or self._of_modules(is_training, is_noisy)
-        )
-        return self._latest_refusal
+        return self.refusal_later(batch, is_training, lambda: is_noisy)()
+
+    def refusal_later(self, batch: Batch, is_training: bool, has_noise: Callable[[], bool]) -> Callable[[], str]:
+        """Returns `refusal` as a function that looks at modules when it is first called, because that takes longer
+        than all else. The function does not hold the batch."""
+        known = self._refusal or _of_batch(batch, self._is_multimodal) or None
+
+        def refusal() -> str:
+            nonlocal known
+            known = self._of_modules(is_training, has_noise()) if known is None else known
+            return known
+
+        self._latest_refusal = refusal
+        return refusal
 
     def read_ahead(self) -> None:
         """Reads the batches that follow, if documents of the latest one were allowed to share prefixes."""
         following, self.following = self.following, ()
         for reading in following:
-            if reading is not None and not self._latest_refusal:
+            if reading is not None and not self._latest_refusal():
                 reading.documents  # noqa: B018 (remembered from here on)
 
     def found_on_one_rank(

@@ -74,6 +74,13 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return parts[0] if len(parts) == 1 else model
 
 
+def embedding_holder(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the part of a model whose `get_input_embeddings` finds the embeddings of tokens soonest."""
+    decoder = text_decoder(model)
+    part = backbone_of(model) if decoder is model else decoder
+    return part if part.get_input_embeddings() is model.get_input_embeddings() else model
+
+
 def text_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns modules that text runs through, by name: the decoder, all modules around it, and the head. In a model
     for text these are all modules."""
@@ -237,6 +244,12 @@ def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     text = model.config.get_text_config()
     of_layers = [getattr(layer, "config", text) for layer in attention_layers(model).values()]
     return list({id(config): config for config in (*around, *of_layers)}.values())
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """Returns the attention of one configuration, past its slow attributes."""
+    found: str | None = vars(config).get("_attn_implementation_internal")
+    return found
 
 
 def set_attention(config: PreTrainedConfig, implementation: str | None) -> None:

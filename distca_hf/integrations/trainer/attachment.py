@@ -8,7 +8,7 @@ models, and models that ask for no mask.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -129,16 +129,17 @@ class Attachment:
                 f"this Trainer is at step {self.trainer.state.global_step} of a training: detach it, or attach "
                 "another plugin, after trainer.train() has returned"
             )
-        replaced = [name for name in self._methods if not self.keeps(name)]
+        replaced = sorted(self.replaced_since(self._methods))
         if replaced:
             raise ConfigError(
                 f"{', '.join(replaced)} of this Trainer was replaced after plugin.attach(trainer), and detaching, or "
                 "attaching again, would drop the replacement: take it off the Trainer first"
             )
 
-    def keeps(self, name: str) -> bool:
-        """Returns whether an attribute of the Trainer is still what this attachment set, or unset if it set none."""
-        return vars(self.trainer).get(name) is self._methods.get(name)
+    def replaced_since(self, names: Iterable[str]) -> set[str]:
+        """Returns which of these attributes of the Trainer are neither what this attachment set, nor unset."""
+        own, methods = vars(self.trainer), self._methods
+        return {name for name in names if own.get(name) is not methods.get(name)}
 
     def check_unchanged(self) -> None:
         """Checks that the Trainer has not changed since it was attached.

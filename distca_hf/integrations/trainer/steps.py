@@ -187,11 +187,11 @@ class LossReader:
     def _reason(self) -> str:
         """Returns why the loss of this rank, or more, is read; empty if only its mean over ranks is."""
         trainer, args = self._trainer, self._trainer.args
+        replaced = self._replaced_before | self._attachment.replaced_since(OF_LOSS)
         others = [
             name
             for name in OF_LOSS
-            if name in self._replaced_before
-            or not self._attachment.keeps(name)
+            if name in replaced
             or (method := getattr(Trainer, name, None)) is not getattr(type(trainer), name, None)
             or (method is not None and method.__module__ != Trainer.__module__)
         ]

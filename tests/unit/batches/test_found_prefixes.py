@@ -159,7 +159,7 @@ def test_tokens_that_predict_labels_are_shared_only_if_hidden_states_return(
     def run(transport: LoopbackTransport) -> int:
         planner = GivenPlanner(CONFIG, transport, read=READER.read, places_rows=True)
         for _ in range(2):
-            plan = planner.plan(batches[transport.rank], returning=returning, unshared=unshared)
+            plan = planner.plan(batches[transport.rank], returning=returning, unshared=lambda: unshared)
             assert plan is not None
             assert sum(plan.facts.tokens) == 675 + 40 - plan.facts.shared_tokens
         assert planner.returning == returning
@@ -182,7 +182,7 @@ def test_one_rank_may_keep_its_documents_apart() -> None:
 
     def run(transport: LoopbackTransport) -> int:
         planner = GivenPlanner(CONFIG, transport, read=READER.read, places_rows=True)
-        plan = planner.plan(batches[transport.rank], unshared="rows are random" if transport.rank else "")
+        plan = planner.plan(batches[transport.rank], unshared=lambda: "rows are random" * transport.rank)
         assert plan is not None
         return plan.facts.shared_tokens
 
@@ -208,7 +208,7 @@ def test_plans_made_ahead_share_prefixes_unless_their_pass_must_not(then: str) -
         before = len(places)
         unshared = "rows are random" if then == "random on a rank" and transport.rank else ""
         returning = Returning.LOSS if then == "of placed loss" else Returning.STATES
-        second = planner.plan(mine[1], returning=returning, unshared=unshared)
+        second = planner.plan(mine[1], returning=returning, unshared=lambda: unshared)
         assert first is not None
         assert second is not None
         return [first.facts.shared_tokens, second.facts.shared_tokens], len(places) - before

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distca_hf.batches.read_documents import Batch, DocumentReader
-from distca_hf.batches.written_batches import WrittenBatches, sampled
+from distca_hf.batches.written_batches import WrittenBatches, sampled, state_of
 from distca_hf.errors import PackingError
 from distca_hf.runtime.live_plan import LivePlan
 
@@ -36,12 +36,12 @@ def batch_of(**columns: torch.Tensor) -> Batch:
 
 def passed(written: WrittenBatches, batch: Batch, read: Batch, layers: Callable[[], Any], shared: int = 4) -> None:
     """Two passes, the first of which is on a batch of which this was read."""
-    written.expect(batch, READER.read(read).checksums)
+    written.expect(batch, state_of(batch), READER.read(read).checksums)
     layers()
     facts: Any = SimpleNamespace(facts=SimpleNamespace(shared_tokens=shared), micro_batch=7)
     plan: LivePlan = facts
     written.check_later(plan)
-    written.expect(batch, None)
+    written.expect(batch, state_of(batch), None)
 
 
 @pytest.mark.parametrize("column", ["input_ids", "position_ids", "attention_mask", "labels"])
@@ -101,4 +101,4 @@ def test_checksums_on_a_gpu_are_those_of_the_host() -> None:
     passed(written, batch, read, lambda: None)
     torch.cuda.synchronize()
     with pytest.raises(PackingError, match="checksum of position_ids in micro-batch 7 is"):
-        written.expect(batch, None)
+        written.expect(batch, state_of(batch), None)
