@@ -26,7 +26,7 @@ log = get_logger(__name__)
 # Versions of datasets whose streams begin anew when they are resumed a second time (datasets#8308).
 LOSE_POSITION = ("5.0.0",)
 # Characters of a fact that ranks compare.
-LONGEST_FACT = 120
+LONGEST_FACT = 160
 # Part of `datasets` that forgets the rows that it holds when its state is loaded.
 SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
 
@@ -207,7 +207,8 @@ def _text_of(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(filter(None, map(_text_of, value)))
     if isinstance(value, datasets.Dataset):
-        return f"{len(value)} rows that begin with {_checksum(value.with_format('arrow')[:1].to_pylist())}"
+        first = 0 if value._indices is None or not len(value) else value._indices.column(0)[0].as_py()
+        return f"{len(value)} rows that begin with {_checksum(value.data.slice(first, 1).to_pylist())}"
     return str(getattr(value, "__qualname__", ""))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from torch.distributed.device_mesh import init_device_mesh
 
 import distca_hf
@@ -277,6 +277,9 @@ def _other_rows(kind: str, folder: Path) -> None:
         for file in files:
             file.write_text(json.dumps({"input_ids": [1, 2, 3]}) + "\n")
         stream = load_dataset("json", data_files=[*map(str, files)], split="train", streaming=True)
+    elif kind == "rows":
+        rows = Dataset.from_dict({"input_ids": [numbered(number) for number in range(40)]})
+        stream = rows.shuffle(seed=rank).to_iterable_dataset()
     else:
         stream = numbered_stream()
         stream = stream.shuffle(seed=5 + rank) if kind == "seed" else stream.filter(_odd if rank else _even)
@@ -296,6 +299,7 @@ def _even(row: dict[str, Any]) -> bool:
     [
         ("seed", r"generator=checksum \w{8}\) on rank 0, .*generator=checksum \w{8}\) on rank 1"),
         ("files", r"base_files=a\.jsonl, b\.jsonl.* on rank 0, .*base_files=a\.jsonl, c\.jsonl.* on rank 1"),
+        ("rows", r"shards=40 rows that begin with checksum \w{8}, .* on rank 0, .*=40 rows .* on rank 1"),
         ("filter", r"mask_function=_even.* on rank 0, .*mask_function=_odd.* on rank 1"),
     ],
 )
