@@ -297,8 +297,8 @@ class ForwardWatch:
                 self.loss.shift(batch)
 
         unshared = self._sharing.refusal_later(batch, module.training, self._counted.has_noise)
-        own = unshared, self.towers.arguments(batch)
-        plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, *own)
+        of_pass = returning, meanwhile, unshared, self.towers.arguments(batch)
+        plan = planner.plan(batch, module.training, *of_towers, *of_pass)
         self.towers.begin(batch, planner.images)
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)
