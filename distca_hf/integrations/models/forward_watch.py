@@ -296,9 +296,8 @@ class ForwardWatch:
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
-        unshared = self._sharing.refusal_later(batch, module.training, self._counted.has_noise)
-        of_pass = returning, meanwhile, unshared, self.towers.arguments(batch)
-        plan = planner.plan(batch, module.training, *of_towers, *of_pass)
+        own = self._sharing.why_unshared(batch, module.training, self._counted.has_noise), self.towers.arguments(batch)
+        plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, *own)
         self.towers.begin(batch, planner.images)
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)

@@ -79,9 +79,9 @@ class Sharing:
             is_training: whether values may be dropped, and embeddings get noise.
             is_noisy: whether embeddings get noise (NEFTune) in training.
         """
-        return self.refusal_later(batch, is_training, lambda: is_noisy)()
+        return self.why_unshared(batch, is_training, lambda: is_noisy)()
 
-    def refusal_later(self, batch: Batch, is_training: bool, has_noise: Callable[[], bool]) -> Callable[[], str]:
+    def why_unshared(self, batch: Batch, is_training: bool, has_noise: Callable[[], bool]) -> Callable[[], str]:
         """Returns `refusal` as a function that looks at modules when it is first called, because that takes longer
         than all else. The function does not hold the batch."""
         known = self._refusal or _of_batch(batch, self._is_multimodal) or None
