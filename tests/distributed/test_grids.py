@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import distca_hf
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import WIDTH, Agreement, Occasion
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.torch_transport import TorchGather, TorchTransport
 from distca_hf.comm.transport import AllToAll, Transport
@@ -209,7 +209,7 @@ def test_flat_job_has_two_groups_and_the_words_of_one_scope(tmp_path: Path) -> N
     for groups, gathers, exchanges in run_ranks(2, _train_flat, tmp_path, tmp_path):
         assert groups == 2  # rows, and words of all scopes
         # Of take, or of plan, documents (number, length and hash of one) and move; of attend, differentiate.
-        placed, pack = [16, 16, 16], [16, 3, 16, 16, 16]
+        placed, pack = [WIDTH] * 3, [WIDTH, 3, *[WIDTH] * 3]
         assert gathers == [(2, integers) for integers in [*placed, *pack]]
         places = [place.removeprefix("micro-batch 0, ").removeprefix("layer 0, ") for place in exchanges]
         of_layer = ["forward, keys", "backward, key gradients"]
