@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import NamedTuple
 from zlib import crc32
 
+import numpy as np
 import torch
 
 from distca_hf.batches.batch_documents import Batch, media_of
@@ -23,9 +24,11 @@ from distca_hf.comm.agreement import NO_FACTS, Agreement, Facts, Occasion, by_va
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import imbalance
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError, PlanMismatchError, and_more
+from distca_hf.placement.images import are_even
 from distca_hf.runtime.moved_images import DTYPES as MEDIA_DTYPES
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
@@ -118,6 +121,8 @@ class ShownNumbers(NamedTuple):
         images_wait: whether on some rank a tower waits for those of all ranks.
         images_train: whether towers, or what follows them, need gradients on some rank.
         most_borders: borders of runs of image tokens of the rank that has most; see `ReadDocuments`.
+        images_even: largest over mean work of the ranks' images; None unless it is small, all ranks have some, and
+            their pixels have one form.
     """
 
     stays_padded: bool
@@ -132,6 +137,7 @@ class ShownNumbers(NamedTuple):
     images_wait: bool
     images_train: bool
     most_borders: int
+    images_even: float | None
 
 
 class GivenAgreement:
@@ -154,6 +160,7 @@ class GivenAgreement:
         step_batches: int = 0,
         meanwhile: Callable[[], None] = lambda: None,
         towers: Facts = NO_FACTS,
+        image_work: int = 0,
     ) -> ShownNumbers:
         """Shows all ranks this rank's batch, and returns what they showed. A collective call.
 
@@ -167,6 +174,7 @@ class GivenAgreement:
             step_batches: number of micro-batches in the step, if this is the first one; otherwise 0.
             meanwhile: runs while this rank waits for the others.
             towers: arguments of towers, by name; the same on all ranks if images may move.
+            image_work: work of the images of this rank.
 
         Raises:
             PackingError: only some ranks hold images, which must stay, and would wait for the others.
@@ -199,6 +207,8 @@ class GivenAgreement:
                 "planned ahead": ahead,
                 "borders of images": len(read.image_runs),
                 "arguments of towers": towers.digest,
+                "work of towers": image_work,
+                "form of pixels": 0 if read.images is None else _number_of(read.images.form),
                 **flags,
             },
         )
@@ -238,8 +248,21 @@ class GivenAgreement:
         most_images = max(num_images) if min(num_images) >= 0 and dtype is not None else 0
         if most_images and len({*numbers["arguments of towers"]}) > 1:
             Agreement.start(self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS).wait()  # raises an error
+        work = numbers["work of towers"]
+        is_even = all(work) and are_even(np.array(work)) and len({*numbers["form of pixels"]}) == 1
         borders = max(numbers["borders of images"])
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, dtype, wait, train, borders)
+        return ShownNumbers(
+            *of_ranks,
+            of_all,
+            needing,
+            is_planned,
+            most_images,
+            dtype,
+            wait,
+            train,
+            borders,
+            imbalance(work) if is_even else None,
+        )
 
     def _facts_of(self, step_batches: int, has_gradients: bool) -> Facts:
         """Returns what must be the same on all ranks."""

@@ -194,7 +194,8 @@ class GivenPlanner:
         if planned is not None and planned.may_share and unshared():
             planned = None
         ahead = 0 if planned is None else planned.number
-        of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile, towers
+        work = 0 if self._image_planner is None else self._image_planner.total_work(read.images)
+        of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile, towers, work
         shown = self._agreement.reach(batch, read, number, *of_pass)
         self.images = None
         if shown.stays_padded:
@@ -219,7 +220,8 @@ class GivenPlanner:
             plan_images = partial(self._images_ahead, prepare)
         else:
             where = f"micro-batch {number}, document lengths"
-            of_images = HEADER + 3 * shown.most_images if shown.most_images else 0, shown.most_borders
+            most_images = shown.most_images if shown.images_even is None else 0
+            of_images = HEADER + 3 * most_images if most_images else 0, shown.most_borders
             most = max(shown.num_documents), self._least_tokens, where, of_images
             gather = DocumentGather(self._transport, [shown_as], *most)
             wait = cache(lambda: gather.wait()[0])  # towers and the decoder both need it
@@ -227,7 +229,7 @@ class GivenPlanner:
             plan_images = partial(self._images_gathered, wait)
         self._images_wait = shown.images_wait
         if shown.most_images and shown.image_dtype is not None and self._image_planner is not None:
-            self.images = ShownImages(plan_images, shown.image_dtype, shown.images_train)
+            self.images = ShownImages(plan_images, shown.image_dtype, shown.images_train, shown.images_even)
         spent_seconds = time.perf_counter() - began
         plan = partial(self._plan_incoming, prepare, number, trains, device, extra_ranks, shown, spent_seconds)
         later = PlannedLater(longest_tokens, plan)

@@ -56,11 +56,14 @@ class ShownImages(NamedTuple):
         plan: waits for images of all ranks, and returns their plan. A collective call.
         dtype: dtype of pixels.
         train: whether towers, or what follows them, need gradients on some rank.
+        even: largest over mean work of ranks' towers if all images stay because it is small: then nobody needs the
+            plan. None otherwise.
     """
 
     plan: Callable[[], "ImagePlan"]
     dtype: torch.dtype
     train: bool
+    even: float | None
 
 
 class ImagePlan(NamedTuple):
@@ -103,6 +106,18 @@ class ImagePlanner:
     has_frames: bool
     rank: int
 
+    def total_work(self, images: BatchImages | None) -> int:
+        """Returns the work of a rank's images; 0 if their form is unknown."""
+        if images is None or not len(images.sizes):
+            return 0
+        has_patches = images.form[0] == PixelKind.PATCH
+        return int(self._work_of(Units.of([images], has_patches, self.has_frames, 0), has_patches).sum())
+
+    def _work_of(self, units: Units, has_patches: bool) -> IntArray:
+        """Returns the work of each unit."""
+        patches = units.sizes.prod(axis=1) // (1 if has_patches else self.side) ** 2
+        return self.cost.work_of(np.maximum(patches, 1))
+
     def plan(self, images: Sequence[BatchImages], every_rank: bool) -> ImagePlan:
         """Returns the plan of a batch that holds images on some rank.
 
@@ -119,8 +134,7 @@ class ImagePlanner:
             return plan._replace(stay=stay)
         if not self.has_frames and any(of.num_images != len(of.sizes) for of in images):
             return plan._replace(stay="it has videos whose frames are not computed like images")
-        patches = units.sizes.prod(axis=1) // (1 if has_patches else self.side) ** 2
-        work = self.cost.work_of(np.maximum(patches, 1))
+        work = self._work_of(units, has_patches)
         placed = place_images(work, units.held, num_ranks, every_rank)
         before, after = (imbalance(sum_by(of, work, num_ranks)) for of in (units.held, placed.rank_of))
         plan = plan._replace(imbalance=(before, after))

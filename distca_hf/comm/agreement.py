@@ -64,7 +64,7 @@ SCOPE_OF = {
 # Bytes of text in one integer: gathers carry signed integers of 64 bits and nothing else.
 BYTES_PER_INTEGER = 4
 # Integers in every agreement, whatever its occasion: two that meet by mistake must still be comparable.
-WIDTH = 18
+WIDTH = 20
 # Of these, the header: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
 HEADER = 5
 # Differing facts that an error shows: the first ones, because later facts follow from earlier ones.

@@ -52,6 +52,11 @@ class PlacedImages(NamedTuple):
     dummies: IntArray
 
 
+def are_even(loads: IntArray) -> bool:
+    """Returns whether ranks with this work keep their images."""
+    return bool(loads.max(initial=0) <= EVEN * loads.mean())
+
+
 def place_images(work: IntArray, home: IntArray, num_ranks: int, every_rank: bool = False) -> PlacedImages:
     """Returns where images are computed.
 
@@ -71,7 +76,7 @@ def place_images(work: IntArray, home: IntArray, num_ranks: int, every_rank: boo
 def _placed(work: IntArray, home: IntArray, num_ranks: int) -> IntArray:
     """Returns the rank of each image: the largest first, on their home if it has room, else on the least busy rank."""
     loads = sum_by(home, work, num_ranks)
-    if loads.max(initial=0) <= EVEN * loads.mean():
+    if are_even(loads):
         return home
     least = max(loads.mean(), work.max())
     best = _dealt(work, home, num_ranks, 0.0)

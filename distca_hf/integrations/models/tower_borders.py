@@ -125,6 +125,9 @@ class TowerBorders:
         """
         shown, self._shown, self._is_open = self._shown, None, False
         assert shown is not None
+        if shown.even is not None:
+            self.imbalance = shown.even, shown.even
+            return None
         transport, where = among_trainers(plan.transport), f"micro-batch {plan.micro_batch}, images"
         planned, dtype, rank = shown.plan(), shown.dtype, transport.rank
         if (cast := self._cast(backbone)) is not None and cast.itemsize < dtype.itemsize:

@@ -142,6 +142,23 @@ def test_images_of_batches_that_are_read_ahead_have_their_plan_before_the_pass()
     assert first == ([[0, 1], [1, 0, 0], [0]], 8, [False, False, True])
 
 
+def test_even_images_of_one_form_stay_without_their_plan() -> None:
+    """Their sizes are not gathered, so nothing waits for the plan."""
+
+    def run(transport: LoopbackTransport, sides: list[tuple[int, ...]]) -> tuple[float | None, list[int]]:
+        gathered, usual = list[int](), transport.gather
+        transport.gather = lambda values, *more: (gathered.append(len(values)), usual(values, *more))[1]  # type: ignore[method-assign]
+        planner = planner_of(transport)
+        attend(planner.plan(batch_of(*sides[transport.rank])))
+        assert planner.images is not None
+        return planner.images.even, gathered
+
+    [(even, few), _] = run_ranks(2, partial(run, sides=[(4, 4), (4, 4)]))
+    [(uneven, more), _] = run_ranks(2, partial(run, sides=[(4, 4), (4, 2)]))
+    assert (even, uneven) == (1.0, None)
+    assert sum(few) < sum(more)
+
+
 def test_arguments_of_towers_are_compared_only_if_images_may_move() -> None:
     def run(transport: LoopbackTransport, has_images: bool) -> None:
         batch = batch_of(*(2,) * (has_images and transport.rank))
