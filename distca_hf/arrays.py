@@ -30,6 +30,7 @@ Integers = TypeVar("Integers", int, IntArray)
 
 # Largest number in int64 arrays.
 MAX_INTEGER = 2**63 - 1
+NO_INTEGERS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 def as_int_array(values: ArrayLike, name: str) -> IntArray:

@@ -243,11 +243,13 @@ class GivenAgreement:
         needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
         of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
-        bits = max(numbers["dtypes of images"]) >> 1
+        bits = max(dtypes_of_ranks) >> 1  # one bit if images may move
         dtype = MEDIA_DTYPES[bits.bit_length()]
         most_images = max(num_images) if min(num_images) >= 0 and dtype is not None else 0
         if most_images and len({*numbers["arguments of towers"]}) > 1:
-            Agreement.start(self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS).wait()  # raises an error
+            Agreement.start(
+                self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS
+            ).wait()  # names what differs
         work = numbers["work of towers"]
         is_even = all(work) and are_even(np.array(work)) and len({*numbers["form of pixels"]}) == 1
         borders = max(numbers["borders of images"])

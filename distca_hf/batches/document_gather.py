@@ -82,7 +82,7 @@ class DocumentGather:
         Raises:
             PeerLostError: a rank was lost in the meantime.
         """
-        number, most, hashes = len(self._batches), self._most, None
+        number, hashes = len(self._batches), None
         rows = [as_int_array(row, self._where) for row in self._gather.wait()]
 
         def of_column(counted: int, first: int, most: int) -> list[list[IntArray]]:
@@ -92,11 +92,11 @@ class DocumentGather:
             )
             return [list(of_batch) for of_batch in zip(*of_ranks, strict=True)]
 
-        lengths, stop = of_column(0, number, most), number + most
+        lengths, stop = of_column(0, number, self._most), number + self._most
         if self._least_tokens:
-            alike = [_repeated(of_batch) for of_batch in of_column(0, stop, most)]
+            alike = [_repeated(of_batch) for of_batch in of_column(0, stop, self._most)]
             hashes = self._hashes(lengths, alike) if any(chosen.any() for of in alike for chosen in of) else None
-            stop += most
+            stop += self._most
         of_images = list[list[list[IntArray]]]()
         for most in self._most_of_images:
             of_images.append(of_column(stop, stop + number, most) if most else [[]] * number)

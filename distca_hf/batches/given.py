@@ -257,7 +257,8 @@ class GivenPlanner:
     def _prepare_gathered(
         self, wait: Callable[[], BatchDocuments], padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
-        """Waits for the documents of all ranks, then plans and routes their batches. Towers plan images before."""
+        """Waits for the documents of all ranks, then plans and routes their batches. Leaves out images, which towers
+        have planned by then."""
         return self._prepare(wait()._replace(images=()), padded, pin, extra_ranks)
 
     def _images_gathered(self, wait: Callable[[], BatchDocuments]) -> ImagePlan:
@@ -267,7 +268,7 @@ class GivenPlanner:
         return self._image_planner.plan(images, self._images_wait)
 
     def _images_ahead(self, prepare: Callable[[], HostPlan]) -> ImagePlan:
-        """Returns the plan that was made ahead; or another one if towers wait for each other only since then."""
+        """Returns the plan that was made ahead; or a new one if towers have begun to wait for each other since."""
         plan = prepare().images
         assert plan is not None
         assert self._image_planner is not None

@@ -1,4 +1,4 @@
-"""Image plans: which rank computes which images of a batch, and which pixels one rank sends; from sizes alone.
+"""Image plans: which rank computes which images of a batch, and which pixels one rank sends. Only sizes decide.
 
 Safe in a thread: batches that are read ahead have their plan before their pass begins.
 """
@@ -10,14 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distca_hf.arrays import IntArray, sum_by
+from distca_hf.arrays import NO_INTEGERS, IntArray, sum_by
 from distca_hf.batches.images import BatchImages, PixelKind
 from distca_hf.cost import imbalance
 from distca_hf.placement.images import ImageCost, place_images
 from distca_hf.planning.image_moves import ImageMoves
-
-
-NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Units(NamedTuple):
@@ -27,7 +24,7 @@ class Units(NamedTuple):
         sizes: `[units, 3]` as in `BatchImages`.
         held: `[units]` rank whose batch holds each unit.
         rows: `[units]` number of rows of pixels.
-        of_items: `[items of this rank]` number of units of each image and video.
+        of_items: `[images and videos of this rank]` number of units of each.
     """
 
     sizes: IntArray
@@ -37,7 +34,14 @@ class Units(NamedTuple):
 
     @classmethod
     def of(cls, images: Sequence[BatchImages], has_patches: bool, has_frames: bool, rank: int) -> "Units":
-        """Returns the units of all ranks' images."""
+        """Returns the units of all ranks' images.
+
+        Args:
+            images: images of each rank.
+            has_patches: whether rows of pixels are patches, not whole images.
+            has_frames: see `ImagePlanner`.
+            rank: this rank.
+        """
         sizes, counts = np.concatenate([of.sizes for of in images]), np.array([len(of.sizes) for of in images])
         held, parts = np.repeat(np.arange(len(images)), counts), np.ones(len(sizes), dtype=np.int64)
         if has_frames:
@@ -77,7 +81,7 @@ class ImagePlan(NamedTuple):
         imbalance: largest over mean work of ranks' towers, where images arrived and as planned.
         rank_of: `[units]` rank that computes each.
         moves: moves of this rank; None if all units stay.
-        pixels: rows of its pixels in the order in which they leave, and numbers of rows to and from each rank.
+        pixels: rows of this rank's pixels in the order in which they leave, and numbers of rows to and from each rank.
     """
 
     images: Sequence[BatchImages]
@@ -85,9 +89,9 @@ class ImagePlan(NamedTuple):
     units: Units
     stay: str = ""
     imbalance: tuple[float, float] = (1.0, 1.0)
-    rank_of: IntArray = NOTHING
+    rank_of: IntArray = NO_INTEGERS
     moves: ImageMoves | None = None
-    pixels: tuple[IntArray, list[int], list[int]] = NOTHING, [], []
+    pixels: tuple[IntArray, list[int], list[int]] = NO_INTEGERS, [], []
 
 
 @dataclass(frozen=True)

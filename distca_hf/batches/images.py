@@ -161,21 +161,23 @@ def may_move(batch: Mapping[str, Any]) -> bool:
     )
 
 
-def _grids(pixels: torch.Tensor, grid: torch.Tensor, of: str, of_grid: str) -> IntArray:
+def _grids(pixels: torch.Tensor, grid: torch.Tensor, pixels_name: str, grid_name: str) -> IntArray:
+    """Returns `[items, 3]` sizes of a grid, checked against the patches in pixels."""
     sizes: IntArray = grid.numpy().astype(np.int64)
     ends, patches = sizes.prod(axis=1).cumsum(), len(pixels)
     if ends[-1] != patches:
         image = min(int(np.searchsorted(ends, patches, side="right")), len(ends) - 1)
         first = int(ends[image - 1]) if image else 0
         raise PackingError(
-            f"{of_grid} says that item {image} of {len(sizes)} is {' x '.join(map(str, sizes[image]))} = "
-            f"{int(ends[image]) - first} patches, and {of} has {patches - first} for it: {patches} patches in all, "
-            f"not {int(ends[-1])}. Give both as one processor made them"
+            f"{grid_name} says that item {image} of {len(sizes)} is {' x '.join(map(str, sizes[image]))} = "
+            f"{int(ends[image]) - first} patches, and {pixels_name} has {patches - first} for it: {patches} patches "
+            f"in all, not {int(ends[-1])}. Give both as one processor made them"
         )
     return sizes
 
 
 def _whole(pixels: torch.Tensor, sizes: torch.Tensor | None) -> IntArray:
+    """Returns `[images, 3]` sizes of whole images, 1, height and width; those given are checked against pixels."""
     count, _, *room = pixels.shape
     numbers = np.tile(room, (count, 1)) if sizes is None else sizes.numpy().astype(np.int64)
     if numbers.shape != (count, 2):

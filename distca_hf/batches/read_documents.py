@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import NO_INTEGERS, IntArray
 from distca_hf.batches.batch_documents import (
     KINDS_OF_TOKENS,
     POSITIONS_WITH_TEXT,
@@ -62,7 +62,6 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 # Names of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a
 # storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
@@ -193,7 +192,7 @@ class ReadDocuments:
     unshared: str = ""
     checksums: Checksums | None = None
     images: BatchImages | None = None
-    image_runs: IntArray = field(default_factory=lambda: NOTHING)
+    image_runs: IntArray = field(default_factory=lambda: NO_INTEGERS)
 
     @property
     def known_lengths(self) -> IntArray:
@@ -209,7 +208,7 @@ class ReadDocuments:
     @property
     def image_numbers(self) -> IntArray:
         """Numbers of images that ranks gather; empty if they stay, or there are none."""
-        return NOTHING if self.images is None else self.images.numbers
+        return NO_INTEGERS if self.images is None else self.images.numbers
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ class DocumentReader:
             *beginnings,
             checksums,
             images_of(host, self.placeholders.has_sizes, self.placeholders.known) if self.moves_images else None,
-            image_runs(host, tokens_of(pack), self.placeholders.known) if self.finds_image_tokens else NOTHING,
+            image_runs(host, tokens_of(pack), self.placeholders.known) if self.finds_image_tokens else NO_INTEGERS,
         )
 
 

@@ -28,7 +28,7 @@ from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.row_moves import PinnedRowMoves
 
 
-# Names of the numbers that ranks show each other: batches that are known and read, their documents, numbers of their
+# Names of the counts that ranks show each other: batches that are read, their documents, numbers that tell their
 # images, and borders of runs of image tokens.
 FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
 IMAGES, BORDERS = "numbers of images that follow", "borders of images that follow"
@@ -128,7 +128,8 @@ class StepAhead:
         return step_batches
 
     def show(self) -> dict[str, int]:
-        """Reads the batches that follow, and returns the numbers of these, of their documents and of their images.
+        """Reads the batches that follow, and returns how many there are, and how many integers ranks will gather of
+        their documents and images.
 
         All are 0 in later passes, or if a batch cannot be read or keeps its padding.
         """
@@ -143,7 +144,7 @@ class StepAhead:
         }
 
     def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
-        """Gathers the lengths of these batches, if all ranks know equally many of them. A collective call.
+        """Gathers the lengths of the batches that `show` read, if all ranks read equally many. A collective call.
 
         Args:
             shown: the numbers of all ranks, by name.

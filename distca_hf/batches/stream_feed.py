@@ -200,20 +200,13 @@ class StreamFeed:
         """Reads the documents again that were read and not trained when the position was saved."""
         if self._begin.buffer.is_beginning:
             return
-        wanted = set(self._begin.buffer.keys.tolist())
-        positions = self._begin.buffer.readers
-        read = self._gathered(
-            {
-                reader: self._noted(
-                    one.read_again(), reader, positions[reader].snapshot.documents, positions[reader].has_ended
-                )
-                for reader, one in self._readers.items()
-            },
-            number,
-            "what was read ahead",
-        )
+        wanted, read = set(self._begin.buffer.keys.tolist()), {}
+        for reader, one in self._readers.items():
+            position = self._begin.buffer.readers[reader]
+            read[reader] = self._noted(one.read_again(), reader, position.snapshot.documents, position.has_ended)
+        of_all = self._gathered(read, number, "what was read ahead")
         nothing = NewDocuments(NO_DOCUMENTS, NO_DOCUMENTS, True)
-        self._buffer.restore([read.get(reader, nothing) for reader in range(self._num_readers)])
+        self._buffer.restore([of_all.get(reader, nothing) for reader in range(self._num_readers)])
         self._documents = {key: one for key, one in self._documents.items() if key in wanted}
 
     def _refill(self, share_tokens: int, number: int) -> None:
@@ -229,7 +222,11 @@ class StreamFeed:
         self._buffer.add(self._gathered(read, number, f"{share_tokens} tokens"))
 
     def _noted(self, found: Sequence[StreamDocument], reader: int, first: int, has_ended: bool) -> NewDocuments:
-        """Keeps documents until they are sent; returns what other ranks must know of them."""
+        """Keeps documents until they are sent; returns what other ranks must know of them.
+
+        Args:
+            first: number of the first one in its reader's pass.
+        """
         self._documents |= zip(keys_of(reader, first, len(found)).tolist(), found, strict=True)
         tokens = np.array([len(one) for one in found], dtype=np.int64)
         return NewDocuments(tokens, np.array([one.checksum for one in found], dtype=np.int64), has_ended)

@@ -31,14 +31,12 @@ log = get_logger(__name__)
 
 # Version of `state_dict`.
 STATE_VERSION = 1
+# Fields of a position within its optimizer step.
+OF_STEP = ("into_step", "micro_batches", "step_batches")
 # Micro-batches in a buffer by default, in addition to an optimizer step: enough to fill gaps.
 BUFFER_BATCHES = 3
 # Least micro-batches, share of time and seconds of waiting for a warning.
 WAITING_BATCHES, WAITING_SHARE, WAITING_SECONDS = 16, 0.1, 1.0
-
-
-# Fields of a position within its optimizer step.
-OF_STEP = ("into_step", "micro_batches", "step_batches")
 
 
 class StreamLoader(BaseLoader):
@@ -196,7 +194,7 @@ class StreamLoader(BaseLoader):
             self._logged_division = True
             self._source.log_division(begin.buffer.num_readers)
         settings = self._planner.capacity_tokens, self._buffer_tokens, self._seed, self._shuffle, self._planner.fits
-        # By the thread that trains: a rank that begins no pass is found out while the others wait for it.
+        # In the training thread, so that the others name a rank that begins no pass.
         facts = {
             **shared_facts(self._planner.config),
             **self._settings,

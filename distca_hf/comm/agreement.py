@@ -192,18 +192,19 @@ class Agreement:
 
     def _compare(self, rows: list[list[int]], of: Scope) -> dict[str, list[int]]:
         ranks = self.transport.grid.members(self.scope)
-        each_occasion, each_micro_batch, signals, each_digest, *_ = zip(*rows, strict=True)
+        each_occasion, each_micro_batch, signals, each_digest, each_bytes, *_ = zip(*rows, strict=True)
         if any(signals):
             self.transport.traffic.leaving |= {rank: one for rank, one in zip(ranks, signals, strict=True) if one}
         occasions, micro_batches, digests = set(each_occasion), set(each_micro_batch), set(each_digest)
         if Occasion.UNABLE in occasions:
-            unable = [self.labels[place] for place, row in enumerate(rows) if row[0] == Occasion.UNABLE]
+            unable = [label for label, one in zip(self.labels, each_occasion, strict=True) if one == Occasion.UNABLE]
             raise PeerLostError(f"{self._where}: rank {', '.join(unable)} could not do its part; see the error there")
         if len(occasions) > 1 or len(micro_batches) > 1:
-            doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
+            each = zip(each_occasion, each_micro_batch, strict=True)
+            doing = [f"{Occasion(one).name.lower()} micro-batch {number}" for one, number in each]
             raise self._mismatch([f"their next step is {by_value(doing, self.labels)}"], rows)
         if len(digests) > 1:
-            raise self._mismatch(self._differences(most_bytes=max(row[4] for row in rows)), rows)
+            raise self._mismatch(self._differences(most_bytes=max(each_bytes)), rows)
         if of is not self.scope:
             row_of = dict(zip(ranks, rows, strict=True))
             rows = [row_of[rank] for rank in self.transport.grid.members(of)]

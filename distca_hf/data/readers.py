@@ -151,10 +151,10 @@ class StreamReader:
         while self.documents < self._position.documents and not self.has_ended:
             found += self._read_row()
         if self.documents != self._position.documents:
-            ends = "ends" if self.has_ended else "has a row that goes on"
+            ends = "ends at" if self.has_ended else "has a row that ends at"
             raise ConfigError(
                 f"{self._name} had read {self._position.documents} documents when the position was saved, and its "
-                f"part of the stream now {ends} at {self.documents}: the stream was changed. Give it the shards that "
+                f"part of the stream now {ends} {self.documents}: the stream was changed. Give it the shards that "
                 "it had"
             )
         return found

@@ -25,8 +25,8 @@ log = get_logger(__name__)
 
 # Versions of datasets whose streams begin anew when they are resumed a second time (datasets#8308).
 LOSE_POSITION = ("5.0.0",)
-# Characters of a fact that ranks compare.
-LONGEST_FACT = 160
+# Most characters of a fact that ranks compare; longer ones end in a checksum.
+MOST_FACT_CHARACTERS = 160
 # Part of `datasets` that forgets the rows that it holds when its state is loaded.
 SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
 
@@ -85,7 +85,9 @@ class StreamSource:
         skips_bad_rows: whether rows that cannot be trained on are left out, with a warning each.
 
     Attributes:
+        is_divided_here: whether every rank was given the whole stream.
         has_given_rows: whether this rank has read a row so far.
+        saves_position: whether the stream loses no rows when its state is loaded.
 
     Raises:
         PackingError: its position cannot be saved, or it was already divided; says what to do.
@@ -159,6 +161,8 @@ class StreamSource:
             )
 
     def _strategy(self, num_readers: int) -> str:
+        """Returns how `datasets` divides the stream: "shards" gives each reader its own, "auto" gives it every n-th
+        row of all shards."""
         from datasets.distributed import split_dataset_by_node
 
         shards = int(self._stream.num_shards)  # type: ignore[attr-defined]
@@ -187,7 +191,8 @@ def _steps_of(part: Any) -> Iterator[str]:
     values |= values.pop("kwargs", {})
     texts = [f"{name}={text}" for name, value in values.items() if (text := _text_of(value))]
     text = f"{type(part).__name__}({', '.join(texts)})"
-    yield text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]}... ({_checksum(text)})"
+    cut = f"{text[:MOST_FACT_CHARACTERS]}... ({_checksum(text)})"
+    yield text if len(text) <= MOST_FACT_CHARACTERS else cut
     for inner in _inner(part):
         yield from _steps_of(inner)
 

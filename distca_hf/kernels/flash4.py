@@ -1,7 +1,7 @@
 """FlashAttention 4 as `kernels.interface.Kernel`; and ffpa-attn, for head dimensions above its 256.
 
-It calls `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, or repeats what they launched for an alike
-call (`kernels.launches`). Causal masks are aligned bottom-right; log-sum-exps are `[N, T]` in fp32.
+`Flash4Kernel` calls `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, or repeats what they launched
+for an alike call (`kernels.launches`). Causal masks are aligned bottom-right; log-sum-exps are `[N, T]` in fp32.
 
 If a document is longer than the tokens of a rank, most of its work is in calls of many queries against a long prefix.
 On Hopper GPUs FlashAttention 4 gets these calls in a faster form (docs/benchmarks/kernels.md):
@@ -179,7 +179,7 @@ class FfpaKernel:
 
     On Hopper GPUs, up to a head dimension of 512, these functions align causal masks bottom-right, write to given
     tensors, and return log-sum-exps as `[N, T]` in fp32. With the log-sum-exps of a longer row, backward returns this
-    task's share of the row's gradients. One kernel writes the gradients of queries, another one those of keys and
+    task's share of the row's gradients. One kernel writes the gradients of queries, another one of keys and
     values. Neither adds atomically: gradients are always bit-equal from run to run.
 
     Elsewhere backward is another function, which leaves the gradients of a causal task zero if the task has more keys

@@ -1,5 +1,5 @@
-"""Launches of compiled kernels that cost the host little: those of FlashAttention 4 are repeated, and Triton's are
-made without its Python.
+"""Launches of compiled kernels that cost the host little. FlashAttention 4's are repeated, and Triton's leave out its
+Python code.
 
 In every call a function of FlashAttention 4 checks its tensors and chooses among kernels, which takes the host 80 to
 130 µs. Launching what it chose takes 20 µs. The choice depends on dtypes, sizes, strides and alignment, and layers of
@@ -43,8 +43,8 @@ MAKES_TENSORS = (torch.empty, torch.zeros)
 PROPERTIES = (bool, int, float, tuple, torch.dtype, torch.device)
 # Most calls that are remembered. Micro-batches of other sizes add more; beyond this number all are forgotten.
 MOST_CALLS = 1024
-# The package copies tensors whose addresses are not multiples of this.
-ALIGNED_BYTES = 16
+# FlashAttention 4 copies tensors whose addresses are not multiples of this.
+FLASH4_ALIGNED_BYTES = 16
 
 
 class Launch(NamedTuple):
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """What a call makes and launches, in order. Tensors are numbered: those of the call, then new ones."""
+    """What a call makes and launches, in order. Tensors are numbered: the call's, then new ones."""
 
     new_tensors: Sequence[Callable[[], torch.Tensor]]
     launches: Sequence[Launch]
@@ -103,7 +103,7 @@ class RecordedCalls:
         if not self._functions:
             call()
             return
-        layouts = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES, x.dtype) for x in tensors]
+        layouts = [(x.shape, x.stride(), x.data_ptr() % FLASH4_ALIGNED_BYTES, x.dtype) for x in tensors]
         key = facts, tensors[0].device, *layouts
         launches = self._known.get(key)
         if launches is not None:
@@ -224,8 +224,8 @@ def _noted(functions: Sequence[Any], recorder: _Recorder) -> Iterator[None]:
                 function.compile_cache = kernels
 
 
-# Bytes. Triton compiles either for addresses that are multiples of it, or for all addresses.
-ALIGNMENT = 16
+# Triton compiles either for addresses that are multiples of this, or for all addresses.
+TRITON_ALIGNED_BYTES = 16
 # Metadata for Triton's hooks, and the hooks before and after a launch.
 _NO_HOOKS = None, None, None
 
@@ -251,8 +251,8 @@ class TritonLaunch:
         kernel: Triton function, specialised neither on numbers nor on the alignment of index tensors, which are parts
             of others.
         constants: the last arguments.
-        device: of all tensors, and the current one; not checked. Dtypes must also stay the same, and numbers fit 32
-            bits.
+        device: of all tensors, and the current one. This is not checked, nor that dtypes stay the same and numbers fit
+            32 bits.
     """
 
     def __init__(self, kernel: JitFunction, constants: tuple[int, ...], device: torch.device) -> None:
@@ -284,7 +284,7 @@ class TritonLaunch:
                 address = x.data_ptr()
                 addresses.append(address)
                 bits |= address
-            if bits % ALIGNMENT:  # rare: views of single heads
+            if bits % TRITON_ALIGNED_BYTES:  # rare: views of single heads
                 self._kernel[rows, blocks, 1](*tensors, *index, *others)
             elif self._run is None:
                 compiled = self._kernel[rows, blocks, 1](*tensors, *index, *others)

@@ -78,7 +78,8 @@ def tokens_between(home: Layout, placed: Layout) -> IntArray:
 
 
 def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
-    """Returns a placed layout with its ranks renumbered, in the same way on all ranks of a job.
+    """Returns a placed layout with its ranks renumbered, so that many tokens stay on the rank whose batch holds them.
+    The numbers are the same on all ranks of a job.
 
     Args:
         home: the same documents, whole, in the order of the batches.
@@ -113,7 +114,12 @@ def _matched(common: IntArray) -> IntArray:
 
 
 def _numbered(placed: Layout, order: IntArray, new_node: IntArray, per_node: int) -> Layout:
-    """Returns a layout whose rank r is rank `order[r]` of another one."""
+    """Returns a layout whose rank r is rank `order[r]` of another one.
+
+    Args:
+        new_node: `[full nodes]` node that takes the ranks of each full node.
+        per_node: ranks of a full node.
+    """
     counts = np.diff(placed.rank_segments)[order]
     segments = ranges(placed.rank_segments[order], counts)
 

@@ -166,7 +166,7 @@ class PlanTotals:
         mixed = facts.of_full_and_windows
         before, after = (0.0, 0.0) if flops is None else (imbalance(work.tolist()) for work in facts.step_work(flops))
         full, window = (0.0, 0.0) if mixed is None else (kind.imbalance for kind in mixed)
-        added = (
+        added = (  # in the order of the fields
             *(1, facts.num_tokens, sum(facts.work) / facts.rows_per_token, facts.shared_tokens),
             *(facts.imbalance_before, facts.imbalance, mixed is not None, full, window),
             *(imbalance(facts.tokens_before), imbalance(facts.tokens), before, after),

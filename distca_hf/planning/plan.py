@@ -247,9 +247,8 @@ class PlanFacts:
         return replace(self, tokens_before=of_batches, tokens=of_layers, head_tokens=of_batches)
 
     def with_head_on_placed_rows(self) -> Self:
-        """Returns facts of given batches whose head computes the same tokens as layers. Passes wait for this, and
-        `replace` would call all that makes facts."""
-        facts = object.__new__(type(self))
+        """Returns facts of given batches whose head computes the same tokens as layers."""
+        facts = object.__new__(type(self))  # passes wait for this, and `replace` takes longer
         vars(facts).update(vars(self), head_tokens=self.tokens)
         return facts
 

@@ -183,7 +183,7 @@ class RowMoves:
 
     @property
     def changes_rows(self) -> bool:
-        """Whether layers compute other rows than those of this rank's batch, whatever their order."""
+        """Whether layers compute other rows than this rank's batch has, in whatever order."""
         return self.is_padded or self.crosses or self.shared_home is not None
 
     @classmethod
@@ -232,23 +232,29 @@ class RowMoves:
         )
         if not image_runs:
             return moves
-        # Rows of images: those of home rows in a run, numbered over all ranks.
-        first = offsets(home.rank_tokens)[:-1]
+        first = offsets(home.rank_tokens)[:-1]  # numbers home rows over all ranks
         borders = np.concatenate([runs + of_rank for runs, of_rank in zip(image_runs, first, strict=True)])
-        from_first = (first[source] + home_row)[comes]
-        leave, come = (
-            np.searchsorted(borders, rows, side="right") % 2 == 1
-            for rows in (first[rank] + sent, ranges(from_first, tokens[comes]))
-        )
-        rows, number = np.unique(moves.received[come], return_inverse=True)
-        of_images = replace(
-            moves,
-            sent=moves.sent[leave],
-            sent_counts=sum_by(np.repeat(target[leaves], tokens[leaves]), leave, home.num_ranks).tolist(),
+        came = ranges((first[source] + home_row)[comes], tokens[comes])
+        return replace(moves, images=moves._of_images(borders, first[rank] + sent, came))
+
+    def _of_images(self, borders: IntArray, sent: IntArray, came: IntArray) -> "RowMoves":
+        """Returns the moves in of the rows of images only. All home rows are numbered over all ranks.
+
+        Args:
+            borders: home rows where rows of images begin and end, in turn.
+            sent, came: `[rows]` home rows that this rank sends, and that it receives.
+        """
+        leave, come = (np.searchsorted(borders, rows, side="right") % 2 == 1 for rows in (sent, came))
+        rows, number = np.unique(self.received[come], return_inverse=True)
+        ranks = np.arange(len(self.sent_counts))
+        destination, source = (np.repeat(ranks, counts) for counts in (self.sent_counts, self.received_counts))
+        return replace(
+            self,
+            sent=self.sent[leave],
+            sent_counts=sum_by(destination, leave, len(ranks)).tolist(),
             received=number,
-            received_counts=sum_by(np.repeat(source[comes], tokens[comes]), come, home.num_ranks).tolist(),
+            received_counts=sum_by(source, come, len(ranks)).tolist(),
             positions=rows,
             num_placed=len(rows),
             shared_home=None,
         )
-        return replace(moves, images=of_images)

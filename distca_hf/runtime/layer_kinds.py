@@ -125,12 +125,12 @@ class PinnedKinds:
 
     def planned(self, device: torch.device, fingerprint: int, posted: Posted | None = None) -> Planned:
         """Returns the planned micro-batch, on the device; the host does not wait."""
-
         copied = dict[Mask, DeviceRankPlan]()
 
         def routings() -> Mapping[Mask, DeviceRankPlan]:
-            for mask, plan in self.plans.items() if not copied else ():
-                copied[mask] = plan.with_routings(lambda routing: routing.to(device))
+            if not copied:  # wrapping this function in `cache` would take longer
+                for mask, plan in self.plans.items():
+                    copied[mask] = plan.with_routings(lambda routing: routing.to(device))
             return copied
 
         def route_window(mask: Mask) -> DeviceRankPlan:

@@ -144,6 +144,7 @@ class PassRows:
 
     Attributes:
         num_placed, num_tokens: number of rows that this rank's layers compute; the first `num_tokens` are tokens.
+        before_backward: as given; does nothing if no rows move between ranks.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class PassRows:
         counts = on_host.sent_counts, on_host.received_counts
         if not goes_in:
             taken, put, counts = put, taken, counts[::-1]
-        rows = self._sent([value.index_select(0, taken) for value in values], counts, goes_in, phase)
+        rows = self._send([value.index_select(0, taken) for value in values], counts, goes_in, phase)
         num_rows = self.num_placed if goes_in else torch.Size(self.shape).numel()
         make = torch.Tensor.new_empty if len(put) == num_rows else torch.Tensor.new_zeros  # some may be padding
         results = [make(part, tuple(shape)) for part, shape in zip(rows, shapes, strict=True)]
@@ -208,7 +209,7 @@ class PassRows:
         if (home := self._moves.home) is None:
             return self.exchange(values, False, "forward", shapes)
         results = []
-        received = self._sent([home.sent.of_values(value) for value in values], home.counts, False, "forward")
+        received = self._send([home.sent.of_values(value) for value in values], home.counts, False, "forward")
         for part, shape in zip(received, shapes, strict=True):
             results.append(part.new_zeros(tuple(shape)))
             flat = results[-1].view(-1, *part.shape[1:])
@@ -221,13 +222,13 @@ class PassRows:
             return self.exchange(values, True, "backward", shapes)
         of_places = [value.index_select(0, home.places) for value in values]
         sums = [home.copied.summed(value, sum(home.counts[1])) for value in of_places]
-        came = self._sent(sums, home.counts[::-1], True, "backward")
+        came = self._send(sums, home.counts[::-1], True, "backward")
         return [
             home.sent.summed(part, self.num_placed).view(tuple(shape))
             for part, shape in zip(came, shapes, strict=True)
         ]
 
-    def _sent(
+    def _send(
         self, rows: list[torch.Tensor], counts: tuple[list[int], list[int]], goes_in: bool, phase: str
     ) -> list[torch.Tensor]:
         """Sends rows of all values in one exchange, and returns what comes; the same rows if no rank sends any."""

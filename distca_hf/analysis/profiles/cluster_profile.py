@@ -58,7 +58,7 @@ def read_dataclass(cls: Any, content: Mapping[str, Any]) -> Any:
     for name, kind in get_type_hints(cls).items():
         value = getattr(found, name)
         if kind in (int, float, str, bool) and type(value) not in (kind, *[int] * (kind is float)):
-            raise ValueError(f"{cls.__name__}.{name} is {value!r}, and no {kind.__name__}")
+            raise ValueError(f"{cls.__name__}.{name} is {value!r}, and must be of type {kind.__name__}")
         least = 0 if kind is float or name == "window_tokens" else 1
         if kind in (int, float) and not least <= value <= MOST:
             raise ValueError(f"{cls.__name__}.{name} is {value}, and must be at least {least}, and at most {MOST:g}")

@@ -181,13 +181,13 @@ def kernel_times_of(times: AttentionTimes) -> dict[str, Any]:
     queries = np.array(times.square_tokens)
     keys = np.array(sorted({*times.square_tokens, *times.prefix_keys} - set(queries[queries > times.prefix_keys[-1]])))
     keys = keys[keys >= queries[0]]
-    notes, rows = Notes(), []  # seconds of the last queries of documents of this many tokens
+    passes = (times.square_forward, times.prefix_forward), (times.square_backward, times.prefix_backward)
+    # For each number of queries, `[keys]` seconds of the last queries of documents of that many tokens. Notes are not
+    # kept: beyond measured prefixes, rates are the border's.
+    notes, rows = Notes(), []
     for number in queries[queries <= keys[-1]]:
         total, before = np.zeros(len(keys)), np.maximum(0.0, keys - number)
-        for square, prefix in (
-            (times.square_forward, times.prefix_forward),
-            (times.square_backward, times.prefix_backward),
-        ):  # beyond measured prefixes, rates are the border's
+        for square, prefix in passes:
             total += square_curve(times, square).at(number, notes)
             total += prefix_surface(times, prefix).at(np.full(len(keys), number), before, notes)
         rows.append(total)

@@ -187,9 +187,12 @@ def read_simulation(content: Mapping[str, Any], source: str) -> Report:
         ],
         tables=[
             *(
-                table_of_ways(_world(one), one["ways"], one["in_short"] + left_out)
+                table_of_ways(
+                    _world(one),
+                    one["ways"],
+                    one["in_short"] + (f" Left out: {'; '.join(map(str, one['missing']))}." if one["missing"] else ""),
+                )
                 for one in content["simulations"]
-                for left_out in [f" Left out: {'; '.join(map(str, one['missing']))}." * bool(one["missing"])]
             ),
             Table("Assumptions", ["assumed"], [[str(assumption)] for assumption in content["assumptions"]]),
         ],

@@ -48,8 +48,8 @@ class Predictor:
         self._made: dict[tuple[str, ModelSizes, HeadSizes], Costs] = {}
 
     def predict(self, of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Seconds:
-        """Returns predicted seconds of one micro-batch; nothing if there is nothing to predict from. Several profiles
-        have commas between them.
+        """Returns predicted seconds of one micro-batch; empty if there is nothing to predict from. Commas separate
+        the names of several profiles.
 
         Args:
             of_ranks: traces by rank, attention servers after the others; some may be missing.

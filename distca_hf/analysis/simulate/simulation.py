@@ -347,7 +347,7 @@ def _simulate(
         seconds, loads = simulation.step_seconds(way, step)
         checkpointed, model = simulation.training.layers_checkpointed, simulation.costs.model
         prefixes = [(load.prefixes, load.head_tokens is None) for load in loads if load.prefixes is not None]
-        shared = (
+        shared = (  # tokens and pairs that layers do not compute again, and tokens that heads do not
             sum(int(tokens.sum()) for tokens, _ in prefixes),
             sum(model.pairs(tokens) for tokens, _ in prefixes),
             sum(int(tokens.sum()) for tokens, heads_share in prefixes if heads_share),

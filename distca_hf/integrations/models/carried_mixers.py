@@ -155,8 +155,8 @@ def _scan(original: Callable[..., Any], rows: Rows, name: str) -> Callable[..., 
     ) -> torch.Tensor:
         _check_unused({**keywords, "z": z}, "scan", name)  # a gate has one entry per row, and would have to be split
         function = partial(original, chunk_size=chunk_size)
-        of_steps = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-        return _carried(Scan(function, (hidden_states, dt, B, C), packed, A, D, of_steps), rows(), name)
+        step_options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        return _carried(Scan(function, (hidden_states, dt, B, C), packed, A, D, step_options), rows(), name)
 
     return scan
 
@@ -189,8 +189,8 @@ def _selective_scan(original: Callable[..., Any], rows: Rows, name: str) -> Call
     ) -> torch.Tensor:
         _check_unused({"return_last_state": return_last_state}, "scan", name)
         of_rows = [x.transpose(1, 2) for x in (hidden_states, dt, B, C, *(() if z is None else (z,)))]
-        of_steps = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
-        rule = SelectiveScan(partial(original, **of_implementation), of_rows, A, D, of_steps)
+        step_options = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        rule = SelectiveScan(partial(original, **of_implementation), of_rows, A, D, step_options)
         return _carried(rule, rows(), name).transpose(1, 2)
 
     return scan
@@ -218,7 +218,7 @@ def _carried(rule: StateRule, carried: CarriedRows, name: str) -> torch.Tensor:
     if not carried.is_cut:
         return _of_whole(rule, rows["whole"], held.whole)
     begun = rule.begin(rows["followed"], held) if "followed" in rows else None
-    summaries = [rule.nothing(), *([] if begun is None else [begun.summaries])]
+    summaries = [rule.no_summaries(), *([] if begun is None else [begun.summaries])]
     sent = carried.send_summaries(torch.cat(summaries), name)
     outputs: dict[GroupName, torch.Tensor] = {}
     if "whole" in rows:

@@ -55,7 +55,7 @@ class Towers(NamedTuple):
         has_frames: whether each frame of a video is computed like an image.
         cast: attribute of the backbone, such as "visual.dtype", to which pixels are cast before anything else; or
             empty. Under autocast, too, they are then cast to it.
-        not_settings: names of arguments of forward that are no settings of the tower; None if it is given none.
+        not_settings: names of arguments of forward that are not settings of the tower; None if it gets no settings.
     """
 
     stay: str

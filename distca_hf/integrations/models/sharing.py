@@ -162,19 +162,12 @@ class Sharing:
     def _of_modules(self, is_training: bool, is_noisy: bool) -> str:
         """Returns which module or setting may compute different numbers for equal tokens; empty if none. Modules may
         have changed since the last pass."""
+        if refusal := self._of_forwards():
+            return refusal
         children = [child for module in self._modules for child in module._modules.values()]
         if not self._modules or children != self._children:  # quicker than listing all in every pass
             self._modules = list(self._root.modules())
             self._children = [child for module in self._modules for child in module._modules.values()]
-        for part in self._before_layers:
-            for name in FORWARDS:
-                if (runs := vars(part).get(name, getattr(type(part), name, None))) is None:
-                    continue
-                runs = inspect.unwrap(runs)
-                runs = getattr(runs, "__func__", runs)
-                written = getattr(runs, "__module__", None) or type(runs).__module__
-                if written.partition(".")[0] not in KNOWN_FORWARDS:
-                    return f"{name} of {type(part).__name__}, of {written}, may change tokens before layers see them"
         for module in self._modules:
             if (module._forward_hooks or module._forward_pre_hooks) and (written := unknown_hook(module)):
                 return f"a hook of {written} on a {type(module).__name__} may compute something of each row"
@@ -186,10 +179,25 @@ class Sharing:
             if share > 0:
                 name = next(name for name, one in self._root.named_modules() if one is module)
                 return f"{name} drops {share:g} of its values at random"
-        if not is_training:
-            return ""
-        if is_noisy:
+        if is_training and is_noisy:
             return "embeddings get noise (NEFTune)"
+        return self._of_settings() if is_training else ""
+
+    def _of_forwards(self) -> str:
+        """Returns which function that runs before the layers may change tokens; empty if none."""
+        for part in self._before_layers:
+            for name in FORWARDS:
+                if (runs := vars(part).get(name, getattr(type(part), name, None))) is None:
+                    continue
+                runs = inspect.unwrap(runs)
+                runs = getattr(runs, "__func__", runs)
+                written = getattr(runs, "__module__", None) or type(runs).__module__
+                if written.partition(".")[0] not in KNOWN_FORWARDS:
+                    return f"{name} of {type(part).__name__}, of {written}, may change tokens before layers see them"
+        return ""
+
+    def _of_settings(self) -> str:
+        """Returns which setting makes rows random in training; empty if none."""
         of_towers = (tower.config for tower in self._towers.values() if tower.training)
         settings = (item for config in (*self._configs, *of_towers) for item in vars(config).items())
         for name, value in settings:

@@ -54,7 +54,7 @@ class StateRule(ABC):
 
     Attributes:
         rows: its tensors `[1, T, ...]`.
-        packed: None if the function does not support packed rows.
+        packed: returns the keywords of packed rows; None if the function does not support them.
         dtype: of summaries and states, at least fp32.
     """
 
@@ -71,7 +71,7 @@ class StateRule(ABC):
         """Runs followed fragments from a zero state; this completes first fragments of documents."""
 
     @abstractmethod
-    def nothing(self) -> torch.Tensor:
+    def no_summaries(self) -> torch.Tensor:
         """Returns empty summaries, which need gradients if any tensor of this call does. They are joined with the
         others: whether backward exchanges summaries must not depend on the fragments of a rank."""
 
@@ -95,7 +95,8 @@ class StateRule(ABC):
                 outputs[number] = self.added(outputs[number], kept, state)
         return torch.cat(outputs, dim=1)
 
-    def _no_summaries(self, shape: tuple[int, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
+    def _empty(self, shape: tuple[int, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
+        """Returns `[0, *shape]`, which needs gradients if any of these tensors does."""
         return torch.cat([x.reshape(-1)[:0].to(self.dtype) for x in tensors if x is not None]).view(0, *shape)
 
 
@@ -137,9 +138,9 @@ class DeltaRule(StateRule):
             kept = [(read,) for read in reads.split(held.middle.tokens, dim=1)]
         return Begun(outputs, torch.cat([add, times], dim=3).to(self.dtype), kept)
 
-    def nothing(self) -> torch.Tensor:
+    def no_summaries(self) -> torch.Tensor:
         """See `StateRule`."""
-        return self._no_summaries((self._heads, self._key_dim, self._value_dim + self._key_dim), *self.rows)
+        return self._empty((self._heads, self._key_dim, self._value_dim + self._key_dim), *self.rows)
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """See `StateRule`."""
@@ -185,7 +186,7 @@ class Scan(StateRule):
         function: of the rows and further keywords, like Transformers'.
         rows: x `[1, T, H, P]`, steps `[1, T, H]`, B and C `[1, T, G, S]`.
         A, D: `[H]`.
-        of_steps: keywords dt_bias, dt_softplus and dt_limit.
+        step_options: keywords dt_bias, dt_softplus and dt_limit.
     """
 
     def __init__(
@@ -195,22 +196,22 @@ class Scan(StateRule):
         packed: Packed | None,
         A: torch.Tensor,
         D: torch.Tensor | None,
-        of_steps: dict[str, Any],
+        step_options: dict[str, Any],
     ) -> None:
         super().__init__(rows, packed)
-        self._function, self._A, self._D, self._of_steps = function, A, D, of_steps
+        self._function, self._A, self._D, self._step_options = function, A, D, step_options
         self._heads, self._head_dim, self._state_dim = *rows[0].shape[2:], rows[2].shape[3]
 
     def outputs(self, rows: Tensors, **more: Any) -> Any:
         """See `StateRule`."""
         x, dt, B, C = rows
-        return self._function(x, dt, self._A, B, C, D=self._D, **self._of_steps, **more)
+        return self._function(x, dt, self._A, B, C, D=self._D, **self._step_options, **more)
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
         """See `StateRule`."""
-        bias, (least, most) = self._of_steps["dt_bias"], self._of_steps["dt_limit"]
+        bias, (least, most) = self._step_options["dt_bias"], self._step_options["dt_limit"]
         step_1TH = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
-        step_1TH = functional.softplus(step_1TH) if self._of_steps["dt_softplus"] else step_1TH
+        step_1TH = functional.softplus(step_1TH) if self._step_options["dt_softplus"] else step_1TH
         decay_1TH = self._A.to(self.dtype) * step_1TH.clamp(least, most)
         sums = [part_1TH.cumsum(1) for part_1TH in decay_1TH.split(held.followed.tokens, dim=1)]
         made = [self.outputs(part, return_final_states=True) for part in _each(rows, held.followed)]
@@ -221,10 +222,10 @@ class Scan(StateRule):
         outputs = torch.cat([out for out, _ in made], dim=1)
         return Begun(outputs, torch.cat([states, factors[..., None]], dim=2), kept)
 
-    def nothing(self) -> torch.Tensor:
+    def no_summaries(self) -> torch.Tensor:
         """See `StateRule`."""
         shape = self._heads, self._head_dim * self._state_dim + 1
-        return self._no_summaries(shape, *self.rows, self._A, self._D, self._of_steps["dt_bias"])
+        return self._empty(shape, *self.rows, self._A, self._D, self._step_options["dt_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """See `StateRule`."""
@@ -251,7 +252,7 @@ class SelectiveScan(StateRule):
         function: of the rows transposed, `[N, C, T]`, and further keywords, like Transformers'.
         rows: x, steps `[1, T, C]`, B and C `[1, T, S]`, and gates `[1, T, C]` if there are any.
         A: `[C, S]`; D: `[C]`.
-        of_steps: keywords delta_bias and delta_softplus.
+        step_options: keywords delta_bias and delta_softplus.
     """
 
     def __init__(
@@ -260,10 +261,10 @@ class SelectiveScan(StateRule):
         rows: Tensors,
         A: torch.Tensor,
         D: torch.Tensor | None,
-        of_steps: dict[str, Any],
+        step_options: dict[str, Any],
     ) -> None:
         super().__init__(rows, None)
-        self._function, self._A, self._D, self._of_steps = function, A, D, of_steps
+        self._function, self._A, self._D, self._step_options = function, A, D, step_options
         # Groups of channels are its heads.
         self._heads = math.gcd(len(A), MOST_HEADS)
 
@@ -271,7 +272,7 @@ class SelectiveScan(StateRule):
         """See `StateRule`."""
         x, dt, B, C, *z = (one.transpose(1, 2) for one in rows)
         output: torch.Tensor = self._function(
-            x, dt, self._A, B, C, D=self._D, z=z[0] if z else None, **self._of_steps, **packed
+            x, dt, self._A, B, C, D=self._D, z=z[0] if z else None, **self._step_options, **packed
         )
         return output.transpose(1, 2)
 
@@ -288,9 +289,9 @@ class SelectiveScan(StateRule):
 
     def _steps(self, rows: Tensors) -> torch.Tensor:
         """Returns steps of rows, `[N, T, C]`."""
-        bias = self._of_steps["delta_bias"]
+        bias = self._step_options["delta_bias"]
         step_NTC = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
-        return functional.softplus(step_NTC) if self._of_steps["delta_softplus"] else step_NTC
+        return functional.softplus(step_NTC) if self._step_options["delta_softplus"] else step_NTC
 
     def _run(
         self, rows: Tensors, states_NCS: torch.Tensor | None = None, reads_state: bool = False
@@ -324,11 +325,11 @@ class SelectiveScan(StateRule):
                 output_NTC = output_NTC * functional.silu(gate[0])
             return output_NTC, ended_NSC.transpose(1, 2)
 
-    def nothing(self) -> torch.Tensor:
+    def no_summaries(self) -> torch.Tensor:
         """See `StateRule`."""
         channels, state_dim = self._A.shape
         shape = self._heads, channels // self._heads, 2 * state_dim
-        return self._no_summaries(shape, *self.rows, self._A, self._D, self._of_steps["delta_bias"])
+        return self._empty(shape, *self.rows, self._A, self._D, self._step_options["delta_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """See `StateRule`."""

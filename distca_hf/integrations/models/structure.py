@@ -75,7 +75,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def embedding_holder(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the part of a model whose `get_input_embeddings` finds the embeddings of tokens soonest."""
+    """Returns the part of a model whose `get_input_embeddings` finds the embeddings of tokens fastest."""
     decoder = text_decoder(model)
     part = backbone_of(model) if decoder is model else decoder
     return part if part.get_input_embeddings() is model.get_input_embeddings() else model
@@ -247,7 +247,7 @@ def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:
-    """Returns the attention of one configuration, past its slow attributes."""
+    """Returns the attention of one configuration. Its public getter takes longer, and is asked in every pass."""
     found: str | None = vars(config).get("_attn_implementation_internal")
     return found
 

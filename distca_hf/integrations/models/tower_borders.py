@@ -78,7 +78,7 @@ class TowerBorders:
         return None if towers.stay else ImagePlanner(towers.cost, towers.side, towers.has_frames, rank)
 
     def arguments(self, batch: Batch) -> Facts:
-        """Returns what towers are given besides images, and their dtype. It must be the same on all ranks."""
+        """Returns what towers get in addition to images, and their dtype. It must be the same on all ranks."""
         if self.towers.stay:
             return NO_FACTS
         settings = sorted(self.towers.settings(batch).items())
@@ -138,7 +138,7 @@ class TowerBorders:
         if (moves := planned.moves) is None:
             return None
         units, device = planned.units, tokens_of(given).device
-        pixels = _sent(transport, given, form, planned.pixels, device, where)
+        pixels = _exchange_pixels(transport, given, form, planned.pixels, device, where)
         settings = self.towers.settings(given)
         features = compute_features(backbone, settings, pixels, units.sizes[moves.computed], form)
         of_features, tokens = show_features(transport, features, moves, planned.rank_of, where)
@@ -186,7 +186,7 @@ class TowerBorders:
         return changed | ({OUTPUTS: outputs} if outputs else {})
 
 
-def _sent(
+def _exchange_pixels(
     transport: Transport,
     given: Keywords,
     form: PixelForm,
@@ -194,7 +194,11 @@ def _sent(
     device: torch.device,
     where: str,
 ) -> torch.Tensor:
-    """Returns `[rows, ...]` pixels of the images that this rank computes. A collective call."""
+    """Returns `[rows, ...]` pixels of the images that this rank computes. A collective call.
+
+    Args:
+        rows: see `ImagePlan.pixels`.
+    """
     values = [x for media in (IMAGES, VIDEOS) if (x := given.get(media.values)) is not None and x.numel()]
     if not values:
         pixels = torch.empty((0, *form.room), dtype=form.dtype, device=device)

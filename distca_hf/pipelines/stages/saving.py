@@ -58,9 +58,10 @@ METADATA = ".metadata"
 INDEX = "model.safetensors.index.json"
 # Files of weights of a checkpoint, this one or an earlier one with other files.
 WEIGHT_FILES = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5}(-b)?)?\.(safetensors|bin)(\.index\.json)?")
-UNFINISHED = ".unfinished"
 # Weights in a single file: Transformers reads them even if there is an index.
 SINGLE = "model.safetensors"
+# Ends of the names of files and folders that are still being written, and of the folder that is being replaced.
+UNFINISHED, EARLIER = ".unfinished", ".earlier"
 
 
 def save_parts(parts: Sequence[ModelPart], folder: str | Path, plugin: ParallelContext) -> None:
@@ -81,10 +82,7 @@ def save_parts(parts: Sequence[ModelPart], folder: str | Path, plugin: ParallelC
     for part in parts:
         # Whole weights on the host of the first data rank; ranks that shard them (FSDP2) gather them one by one.
         weights: dict[str, torch.Tensor] = {}
-        for (
-            name,
-            weight,
-        ) in part.model.state_dict().items():
+        for name, weight in part.model.state_dict().items():
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if grid.data_rank == 0:
                 weights[name] = whole.detach().cpu().contiguous()
@@ -151,7 +149,7 @@ def _write_configuration(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Returns the entries of a safetensors file by weight: 8 bytes give their length, and JSON follows."""
+    """Returns the entries of a safetensors file by weight. They are JSON, after 8 bytes with its length."""
     with path.open("rb") as file:
         header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
@@ -184,7 +182,7 @@ def save_training(
     folder, grid = Path(folder).resolve(), plugin.members.grid
     state = TrainingState(parts, optimizer, grid, plugin.device, others)
     transport = plugin.transport(plugin.device)
-    unfinished, earlier = Path(f"{folder}.unfinished"), Path(f"{folder}.earlier")
+    unfinished, earlier = Path(f"{folder}{UNFINISHED}"), Path(f"{folder}{EARLIER}")
     for path in (folder, unfinished, earlier):
         _check_replaceable(path)
     entries = state.to_save()
@@ -227,7 +225,7 @@ def load_training(
         optimizer: a new one, of all their weights. Its settings become the checkpoint's.
         folder: as saved.
         plugin: the one with which the parts were loaded.
-        others: the saved ones, under the same names. One that is left out starts afresh, with a warning. Create a
+        others: the saved ones, under the same names. One that is left out begins anew, with a warning. Create a
             learning-rate schedule before this call: it adds settings to the optimizer.
 
     Raises:
@@ -288,9 +286,9 @@ def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport
     if any(of_rank for (of_rank,) in failed):
         cause = f"{type(problem).__name__}: {first_line(problem)}" if problem else "the first rank says why"
         raise CheckpointError(
-            f"{grid.name}: the training is whole in {unfinished}, and cannot be renamed to {folder}: {cause}. Rename "
-            "it before the next one is saved, or give a folder that can be renamed (no mount point, in your own "
-            "folder)"
+            f"{grid.name}: the training is complete in {unfinished}, and cannot be renamed to {folder}: {cause}. "
+            "Rename it before the next one is saved, or give a folder that can be renamed (no mount point, in your "
+            "own folder)"
         ) from problem
 
 
@@ -311,12 +309,12 @@ def _check_replaceable(folder: Path) -> None:
 def _read_metadata(folder: Path) -> Metadata:
     """Returns DCP's description of a checkpoint."""
     if not (folder / METADATA).is_file():
-        earlier, unfinished = Path(f"{folder}.earlier"), Path(f"{folder}.unfinished")
+        unfinished, earlier = Path(f"{folder}{UNFINISHED}"), Path(f"{folder}{EARLIER}")
         advice = "name the folder of one, or begin anew"
         if (unfinished / METADATA).is_file():
-            advice = f"{unfinished} is whole, and was to take its name: rename it"
+            advice = f"{unfinished} is complete, and was to take its name: rename it"
         elif (earlier / METADATA).is_file():
-            advice = f"{earlier} is whole, and was to be replaced: rename it"
+            advice = f"{earlier} is complete, and was to be replaced: rename it"
         elif unfinished.is_dir():
             advice = f"{unfinished} was not written to its end (a full disk, a killed process): {advice}"
         raise ConfigError(f"{folder} holds no training to resume, as it has no {METADATA}; {advice}")
@@ -351,9 +349,9 @@ def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport
             wrong.append(f"{name} has no place here")
     if wrong:
         raise ConfigError(
-            f"{grid.name}: {folder} was saved of another training: {wrong[0]}{and_more(len(wrong) - 1)}. Resume with "
-            "the model, dtype and optimizer that it was saved of, and leave out what was not saved. A learning-rate "
-            "schedule adds settings to the optimizer (initial_lr): make it before load_training, if there was one"
+            f"{grid.name}: {folder} holds another training: {wrong[0]}{and_more(len(wrong) - 1)}. Resume with its "
+            "model, dtype and optimizer, and leave out what was not saved. A learning-rate schedule adds settings to "
+            "the optimizer (initial_lr): if there was one, create it before load_training"
         )
     kinds = {"weights": WEIGHTS, "states and settings of an optimizer": OPTIMIZER}
     mine = [sum(name.startswith(prefix) for name in entries) * (grid.data_rank == 0) for prefix in kinds.values()]
@@ -362,8 +360,8 @@ def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport
         count, count_saved = sum(counts[at] for counts in all_ranks), sum(name.startswith(prefix) for name in saved)
         if count != count_saved:
             raise ConfigError(
-                f"{folder} was saved of another training: it has {count_saved:,} {kind}, and all stages together have "
-                f"{count:,}. Resume with the model and optimizer that it was saved of, before the first step"
+                f"{grid.name}: {folder} holds another training: it has {count_saved:,} {kind}, and all stages "
+                f"together have {count:,}. Resume with its model and optimizer, before the first step"
             )
 
 

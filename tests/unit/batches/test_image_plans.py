@@ -1,4 +1,4 @@
-"""Images are planned from sizes alone, ahead of their pass if their batch is known."""
+"""Images are planned from their sizes, ahead of their pass if their batch is known."""
 
 from functools import partial
 from typing import Any

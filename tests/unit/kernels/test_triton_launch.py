@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distca_hf.kernels import launches
-from distca_hf.kernels.launches import ALIGNMENT, TritonLaunch
+from distca_hf.kernels.launches import TRITON_ALIGNED_BYTES, TritonLaunch
 
 
 DEVICE = torch.device("cuda", 3)
@@ -45,9 +45,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def aligned(*shape: int) -> torch.Tensor:
-    """Rows of zeros whose address is a multiple of ALIGNMENT, whatever the allocator does."""
-    numbers = torch.zeros(torch.Size(shape).numel() + ALIGNMENT)
-    first = next(at for at in range(ALIGNMENT) if numbers[at:].data_ptr() % ALIGNMENT == 0)
+    """Rows of zeros whose address is a multiple of TRITON_ALIGNED_BYTES, whatever the allocator does."""
+    numbers = torch.zeros(torch.Size(shape).numel() + TRITON_ALIGNED_BYTES)
+    first = next(at for at in range(TRITON_ALIGNED_BYTES) if numbers[at:].data_ptr() % TRITON_ALIGNED_BYTES == 0)
     return numbers[first : first + torch.Size(shape).numel()].view(shape)
 
 

@@ -164,7 +164,8 @@ def test_schedule_is_made_on_both_sides_or_on_none(checkpoint: Path, tmp_path: P
     scheduled.save(tmp_path / "scheduled")
     plain.save(tmp_path / "plain")
 
-    begins, remedy = r"another training: optimizer\.param_groups\.\S+\.initial_lr", r"\(and 38 more .* make it before"
+    begins = r"another training: optimizer\.param_groups\.\S+\.initial_lr"
+    remedy = r"\(and 38 more .* create it before"
     with pytest.raises(ConfigError, match=f"{begins} has no place here {remedy}"):
         plain.load(tmp_path / "scheduled")
     with pytest.raises(ConfigError, match=f"{begins} is missing {remedy}"):
@@ -228,9 +229,7 @@ def test_training_of_something_else_is_refused(kind: str, saved: Path, checkpoin
     training = Training.of(checkpoint, **of_training)
     before = {name: weight.detach().clone() for name, weight in training.weights.items()}
 
-    with pytest.raises(
-        ConfigError, match=f"^(rank 0: )?{re.escape(str(saved))} was saved of another training: {words}"
-    ):
+    with pytest.raises(ConfigError, match=f"^(rank 0: )?{re.escape(str(saved))} holds another training: {words}"):
         training.load(saved)
 
     assert all(torch.equal(weight, before[name]) for name, weight in training.weights.items())
@@ -354,7 +353,7 @@ def test_training_that_cannot_be_renamed_is_kept(
         patched.setattr(Path, "rename", busy)
         with pytest.raises(
             CheckpointError,
-            match=r"^rank 0: the training is whole in \S+saved\.unfinished, and cannot be renamed to \S+saved: "
+            match=r"^rank 0: the training is complete in \S+saved\.unfinished, and cannot be renamed to \S+saved: "
             r"OSError: .* busy\. Rename it before",
         ):
             training.save(folder)
@@ -415,7 +414,7 @@ def test_half_written_training_is_refused(checkpoint: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=rf"{begins}\S+\.unfinished was not written to its end"):
         training.load(folder)
     training.save(tmp_path / "saved.earlier")
-    with pytest.raises(ConfigError, match=rf"{begins}\S+\.earlier is whole, and was to be replaced: rename it"):
+    with pytest.raises(ConfigError, match=rf"{begins}\S+\.earlier is complete, and was to be replaced: rename it"):
         training.load(folder)
 
 

@@ -129,8 +129,8 @@ class Setting:
         data_ranks: GPUs, or groups of tensor ranks, that hold other documents; all on one host.
         slow: all links are as between nodes.
         reduce_bytes: of a number in sums of gradients.
-        has_head: whether head, loss and optimizer are there.
-        root_share: part of the weights outside of layers that there is.
+        has_head: whether the benchmark has head, loss and optimizer.
+        root_share: part of the weights outside of layers that the benchmark has.
         tensor_ranks: GPUs that divide every layer.
         replicas: groups of data ranks that shard the weights alike (HSDP).
         liger: whether layers are Liger's.
@@ -161,9 +161,9 @@ class ReplicatedTraining(Training):
     """Training whose weights are gathered inside of a replica, and whose gradients are summed over all of them.
 
     Attributes:
-        has_head: whether head, loss and optimizer are there.
+        has_head: whether the benchmark has head, loss and optimizer.
         reduce_bytes: of a number in sums of gradients over ranks.
-        root_share: part of the weights outside of layers that there is.
+        root_share: part of the weights outside of layers that the benchmark has.
     """
 
     replicas: int = 1
@@ -173,7 +173,7 @@ class ReplicatedTraining(Training):
 
     @property
     def root_bytes(self) -> float:
-        """Bytes of the weights outside of layers that there is."""
+        """Bytes of the weights outside of layers that the benchmark has."""
         return super().root_bytes * self.root_share
 
     def head_seconds(self, load: Load) -> float:

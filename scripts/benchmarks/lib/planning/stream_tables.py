@@ -62,8 +62,8 @@ def steps_of(mix: str, num_ranks: int, tokens_per_rank: int, seed: int) -> list[
     capacity_tokens = num_ranks * tokens_per_rank
     _, _, lengths = split_documents(file_lengths(mix), capacity_tokens)
     stream = StreamOfLengths(lengths, num_ranks, seed)
-    place = BufferPosition.beginning(0, num_ranks)
-    buffer = StreamBuffer(place, capacity_tokens, BUFFER_BATCHES * capacity_tokens, seed)
+    begin = BufferPosition.beginning(0, num_ranks)
+    buffer = StreamBuffer(begin, capacity_tokens, BUFFER_BATCHES * capacity_tokens, seed)
     steps = []
     for _ in range(LOOKED_AT):
         while share_tokens := buffer.share_tokens():
