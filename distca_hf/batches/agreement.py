@@ -247,24 +247,13 @@ class GivenAgreement:
         dtype = MEDIA_DTYPES[bits.bit_length()]
         most_images = max(num_images) if min(num_images) >= 0 and dtype is not None else 0
         if most_images and len({*numbers["arguments of towers"]}) > 1:
-            Agreement.start(
-                self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS
-            ).wait()  # names what differs
+            compared = Agreement.start(self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS)
+            compared.wait()  # names what differs
         work = numbers["work of towers"]
         is_even = all(work) and are_even(np.array(work)) and len({*numbers["form of pixels"]}) == 1
         borders = max(numbers["borders of images"])
-        return ShownNumbers(
-            *of_ranks,
-            of_all,
-            needing,
-            is_planned,
-            most_images,
-            dtype,
-            wait,
-            train,
-            borders,
-            imbalance(work) if is_even else None,
-        )
+        even = imbalance(work) if is_even else None
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, dtype, wait, train, borders, even)
 
     def _facts_of(self, step_batches: int, has_gradients: bool) -> Facts:
         """Returns what must be the same on all ranks."""
