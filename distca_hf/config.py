@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, cast
 
 from distca_hf.errors import ConfigError, nearest
@@ -337,11 +336,7 @@ class DistCAConfig(Settings):
 
     def shared_settings(self) -> dict[str, object]:
         """Returns the settings that ranks must share, by name."""
-        return self._shared_values | {"ranks_per_node": self.node_size}
-
-    @cached_property
-    def _shared_values(self) -> dict[str, object]:
-        values = values_of(self, DistCAConfig)
+        values = values_of(self, DistCAConfig) | {"ranks_per_node": self.node_size}
         return {name: value for name, value in values.items() if name not in SETTINGS_OF_ONE_RANK}
 
 
