@@ -218,7 +218,10 @@ class GivenAgreement:
             self._check_same_batch(agreement, number)
         num_images, dtypes_of_ranks = numbers["images that may move"], numbers["dtypes of images"]
         wait, train = (any(of & bit for of in numbers["towers"]) for bit in (1, 2))
-        if wait and min(num_images) < 0:
+        bits = max(dtypes_of_ranks) >> 1
+        # Bit 0 by itself: this rank's images have a dtype that does not move.
+        dtype = None if 1 in dtypes_of_ranks else MEDIA_DTYPES[bits.bit_length()]
+        if wait and (min(num_images) < 0 or dtype is None):
             check_all_hold(self._transport, [int(of > 0) for of in dtypes_of_ranks], number)
         if any(dtypes_of_ranks):
             self._check_dtypes(dtypes_of_ranks, number)
@@ -243,8 +246,6 @@ class GivenAgreement:
         needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
         of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
-        bits = max(dtypes_of_ranks) >> 1  # one bit if images may move
-        dtype = MEDIA_DTYPES[bits.bit_length()]
         most_images = max(num_images) if min(num_images) >= 0 and dtype is not None else 0
         if most_images and len({*numbers["arguments of towers"]}) > 1:
             compared = Agreement.start(self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS)

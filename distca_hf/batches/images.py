@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.batch_documents import media_of
+from distca_hf.batches.batch_documents import media_of, tokens_of
 from distca_hf.batches.beginnings import IMAGES, VIDEOS
 from distca_hf.comm.agreement import labels_of
 from distca_hf.comm.grid import Scope
@@ -136,19 +136,22 @@ def images_of(batch: Mapping[str, Any], has_sizes: bool, known: Sequence[int] = 
     return BatchImages(len(found[0]), np.concatenate(found), _form_of(batch))
 
 
-def image_runs(batch: Mapping[str, Any], tokens: torch.Tensor, known: Sequence[int]) -> IntArray:
-    """Returns where tokens of images begin and end, in turn. If ids do not tell, all tokens of a batch with images may
-    be of these.
+def image_tokens(batch: Mapping[str, Any], known: Sequence[int]) -> torch.Tensor:
+    """Returns `[B, L]` which tokens are of images, also in padding. If ids do not tell, all tokens of a batch with
+    images may be of these.
 
     Args:
-        tokens: ids or embeddings of the batch, without padding.
+        batch: on the host.
         known: tokens that features of images and videos replace.
     """
     if "input_ids" in batch and known:
-        is_image = torch.isin(tokens.flatten(), torch.tensor(known))
-    else:
-        is_image = torch.full((tokens.shape[:2].numel(),), bool(media_of(batch)))
-    runs: IntArray = np.flatnonzero(np.diff(is_image.numpy(), prepend=False, append=False))
+        return torch.isin(batch["input_ids"], torch.tensor(known))
+    return torch.full(tokens_of(batch).shape[:2], bool(media_of(batch)))
+
+
+def runs_of(is_image: torch.Tensor) -> IntArray:
+    """Returns where runs of tokens of images begin and end, in turn, among all tokens of a batch."""
+    runs: IntArray = np.flatnonzero(np.diff(is_image.flatten().numpy(), prepend=False, append=False))
     return runs
 
 

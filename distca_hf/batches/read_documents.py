@@ -23,7 +23,6 @@ from functools import cached_property
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
@@ -43,7 +42,7 @@ from distca_hf.batches.batch_documents import (
     tokens_of,
 )
 from distca_hf.batches.beginnings import NO_BEGINNINGS, Placeholders, beginnings_of, row_sums_of
-from distca_hf.batches.images import BatchImages, image_runs, images_of
+from distca_hf.batches.images import BatchImages, image_tokens, images_of, runs_of
 from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.batches.written_batches import (
     HAS_MEDIA,
@@ -181,6 +180,7 @@ class ReadDocuments:
         checksums: `checksums_of` the batch; None without hashes.
         images: sizes of images and videos; None if they must stay.
         image_runs: where tokens of images begin and end, in turn, among all tokens; empty if not requested.
+        num_image_tokens: number of these tokens, and of those in padding.
     """
 
     lengths: IntArray | None
@@ -193,17 +193,13 @@ class ReadDocuments:
     checksums: Checksums | None = None
     images: BatchImages | None = None
     image_runs: IntArray = field(default_factory=lambda: NO_INTEGERS)
+    num_image_tokens: int = 0
 
     @property
     def known_lengths(self) -> IntArray:
         """`[documents]` tokens of each document of a batch that does not keep its padding."""
         assert self.lengths is not None
         return self.lengths
-
-    @property
-    def num_image_tokens(self) -> int:
-        """Tokens in `image_runs`."""
-        return int(np.diff(self.image_runs)[::2].sum())
 
     @property
     def image_numbers(self) -> IntArray:
@@ -260,6 +256,11 @@ class DocumentReader:
             as_given = {name: column for name, column in host.items() if numbered[name] is batch.get(name)}
             found = checksums_of(as_given, {name: sampled(of_rows) for name, of_rows in sums.items()})
             checksums = {name: int(checksum) for name, checksum in found.items()}
+        runs, num_image_tokens = NO_INTEGERS, 0
+        if self.finds_image_tokens:
+            is_image = image_tokens(host, self.placeholders.known)
+            num_image_tokens = int(is_image.sum())
+            runs = runs_of(is_image if padded is None else padded.pack(is_image))
         return ReadDocuments(
             lengths,
             padded,
@@ -268,7 +269,8 @@ class DocumentReader:
             *beginnings,
             checksums,
             images_of(host, self.placeholders.has_sizes, self.placeholders.known) if self.moves_images else None,
-            image_runs(host, tokens_of(pack), self.placeholders.known) if self.finds_image_tokens else NO_INTEGERS,
+            runs,
+            num_image_tokens,
         )
 
 

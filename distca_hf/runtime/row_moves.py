@@ -172,11 +172,11 @@ class PassRows:
 
     def move_images_in(self, value: torch.Tensor, differentiate: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `[placed rows of images, ...]` of a `[places, ...]` tensor, and `[placed rows]` which rows are of
-        images. A collective call, for moves that know them."""
-        moves = self._moves.images
-        assert moves is not None
+        images. A collective call, unless all images are in padding: then no row is of an image."""
+        moves, is_image = self._moves.images, torch.zeros(self.num_placed, dtype=torch.bool, device=value.device)
+        if moves is None:
+            return value[:0], is_image
         rows = PassRows(moves, self._transport, self.shape, f"{self._where}, features of images", self.before_backward)
-        is_image = torch.zeros(self.num_placed, dtype=torch.bool, device=value.device)
         return rows.move_in([value], differentiate)[0], is_image.index_fill_(0, moves.positions, True)
 
     def move_home(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

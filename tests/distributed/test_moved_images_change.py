@@ -2,6 +2,7 @@
 row by itself."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.given_batches import Batch, Gradients, gradients_of
+from support.multimodal import IMAGE_TOKEN
 from support.ranks import run_ranks
 from support.versions import images_may_move
 
@@ -214,3 +216,31 @@ def test_images_of_a_pass_that_failed_are_forgotten(tmp_path: Path) -> None:
         assert was_open
         assert not is_open
         assert difference <= MOST
+
+
+def with_blank(rows: Sequence[Row]) -> Batch:
+    """Returns rows of text, with an image in the padding, as LLaMA-Factory gives ranks that have none."""
+    batch = given("qwen3_vl", [[*row, CAT] if number == 0 else row for number, row in enumerate(rows)])
+    batch["attention_mask"][batch["input_ids"] == IMAGE_TOKEN] = 0
+    return batch
+
+
+BLANK: list[Row] = [[words(30, 1)], [words(7, 2)]]
+
+
+def _train_blank(of_ranks: Sequence[bool]) -> float:
+    model = enabled()
+    has_blank = of_ranks[dist.get_rank()]
+    for _ in range(2):
+        train(model, with_blank(BLANK) if has_blank else given("qwen3_vl", MANY[0]))
+    batches = [
+        with_blank([row]) if is_blank else given("qwen3_vl", [row])
+        for is_blank in of_ranks
+        for row in (BLANK if is_blank else MANY[0])
+    ]
+    return worst(summed(model), alone("qwen3_vl", batches))
+
+
+@pytest.mark.parametrize("of_ranks", [(False, True), (True, True)], ids=["one rank", "all ranks"])
+def test_images_in_padding_do_not_reach_layers(of_ranks: Sequence[bool], tmp_path: Path) -> None:
+    assert max(run_ranks(2, partial(_train_blank, of_ranks), tmp_path)) <= MOST

@@ -140,7 +140,7 @@ class DecoderBorders:
 
         Args:
             padded: places of the tokens, if rows are padded.
-            image_tokens: tokens that may be of images.
+            image_tokens: number of tokens that may be of images, also in padding.
 
         Raises:
             UnsupportedAttentionError: rows begin with padding, which the model's positions would count.
@@ -217,7 +217,7 @@ class DecoderBorders:
         given |= zip(numbers, others, strict=True)
         if (row_tokens := given.pop(ROW_TOKENS, None)) is not None:
             self._counted.place(row_tokens[0])
-        if columns.deep_layers and moves.images is not None:
+        if columns.deep_layers:
             deep, is_image = rows.move_images_in(_dense_deep(given, columns.deep_layers), columns.differentiate)
             given |= {DEEP: list(deep.unbind(1)), DEEP_MASK: is_image[None]}
         return given | {name: value[None] for name, value in placed.items()}

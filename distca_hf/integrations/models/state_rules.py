@@ -32,7 +32,7 @@ Tensors = Sequence[torch.Tensor]
 FEW_FRAGMENTS = 4
 # Step of tokens that add a state's entries to Mamba1's scan. It is small, so that entries hardly decay, and a power of
 # two, so that division by it is exact.
-ENTRY_STEP = 2.0**-10
+ENTRY_STEP = 2.0**-20
 
 
 class Begun(NamedTuple):

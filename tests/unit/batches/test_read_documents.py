@@ -85,21 +85,23 @@ IMAGE_READER = replace(READER, placeholders=Placeholders(7, 8), finds_image_toke
 
 
 @pytest.mark.parametrize(
-    ("change", "runs"),
+    ("change", "runs", "num_image_tokens"),
     [
-        ({}, [0, 2, 4, 6]),  # of the seven tokens without padding
-        ({"input_ids": None, "inputs_embeds": torch.ones(2, 4, 3)}, []),
-        ({"input_ids": None, "inputs_embeds": torch.ones(2, 4, 3), "pixel_values": torch.ones(4, 8)}, [0, 7]),
+        ({}, [0, 2, 4, 6], 5),  # of the seven tokens without padding, and one in it
+        ({"input_ids": None, "inputs_embeds": torch.ones(2, 4, 3)}, [], 0),
+        ({"input_ids": None, "inputs_embeds": torch.ones(2, 4, 3), "pixel_values": torch.ones(4, 8)}, [0, 7], 8),
     ],
     ids=["ids", "embeddings without images", "embeddings with images"],
 )
-def test_runs_of_image_tokens_are_found_among_tokens_without_padding(change: Batch, runs: list[int]) -> None:
+def test_runs_of_image_tokens_are_found_among_tokens_without_padding(
+    change: Batch, runs: list[int], num_image_tokens: int
+) -> None:
     given = {"input_ids": torch.tensor([[7, 8, 1, 7], [2, 8, 8, 3]]), "attention_mask": MASK}
     batch = {name: value for name, value in (given | change).items() if value is not None}
     read = IMAGE_READER.read(batch)
 
     assert read.image_runs.tolist() == runs
-    assert read.num_image_tokens == sum(runs[1::2]) - sum(runs[::2])
+    assert read.num_image_tokens == num_image_tokens
     assert len(READER.read(batch).image_runs) == 0
 
 
