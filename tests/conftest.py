@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from support.gpus import gpu_ranks
 
     devices, ranks = torch.cuda.device_count(), gpu_ranks()
+    needs = {1: "a CUDA device", 2: "2 CUDA devices, or NCCL 2.30 with which ranks share one"}
     for item in items:
         needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
         if needed > ranks:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, {devices} are here"))
+            item.add_marker(pytest.mark.skip(reason=f"needs {needs[needed]}, {devices} are here"))

@@ -6,21 +6,18 @@ import pytest
 import torch
 
 from support.commands import REPOSITORY, run_command
-from support.gpus import loaded_nccl_version
 
 
 SCRIPT = REPOSITORY / "scripts" / "faults" / "lose_servers.py"
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.multigpu
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_lost_server_costs_a_step(how: str) -> None:
-    """On two GPUs; or on one, with a version of NCCL that lets several ranks share it."""
-    shared = torch.cuda.device_count() < 2
-    if shared and loaded_nccl_version() < (2, 30):
-        pytest.skip(f"two ranks need two GPUs, or NCCL 2.30; loaded is {loaded_nccl_version()}")
+    """On two GPUs; or on one that ranks share, see `gpu_ranks`."""
+    shared = torch.cuda.device_count() == 1
     line = [
         sys.executable,
         SCRIPT,

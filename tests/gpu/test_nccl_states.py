@@ -2,6 +2,7 @@
 and gradients of each document alone."""
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,13 @@ from support.ranks import run_ranks
 from support.wide_models import SIZES, wide_model
 
 
-pytestmark = pytest.mark.multigpu
+# Transformers calls these packages if they are installed; its own functions compute in fp64.
+IN_FP32 = [name for name in ("fla", "mamba_ssm", "causal_conv1d") if find_spec(name) is not None]
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(bool(IN_FP32), reason=f"kernels of {', '.join(IN_FP32)} do not compute in fp64"),
+]
 
 
 # Spans of documents that share prefixes, and how many documents each rank brings.

@@ -7,7 +7,7 @@ import torch
 
 
 def gpu_ranks() -> int:
-    """Returns how many ranks can meet over NCCL: one per GPU, at most 4. Since NCCL 2.30 two may share a GPU."""
+    """Returns how many ranks can meet over NCCL: one per GPU, at most 4. Since NCCL 2.30 two may share one."""
     devices = torch.cuda.device_count()
     return 2 if devices == 1 and loaded_nccl_version() >= (2, 30) else min(4, devices)
 
