@@ -50,12 +50,12 @@ class Tracer:
         self.numbers = numbers
         self.events: list[tuple[bool, Call]] = []  # calls (True) and returns, in order
         self._open: list[Call] = []
+        self._ended = False
 
     def __call__(self, frame: FrameType, event: str, value: object) -> None:
         file = file_of(frame)
-        if file is None or event not in ("call", "return"):
+        if self._ended or file is None or event not in ("call", "return"):
             return
-        sys.setprofile(None)
         if event == "call":
             code, caller = frame.f_code, frame.f_back
             while caller is not None and file_of(caller) is None:
@@ -69,9 +69,8 @@ class Tracer:
             made = frame.f_locals["self"] if frame.f_code.co_name == "__init__" else value
             self._open[-1].leaves = self.has(made)
             self.events.append((False, self._open.pop()))
-            if isinstance(value, tuple) and value and isinstance(value[0], KernelCall) and self.has(value):
-                return  # the offsets are made, and nothing is followed further
-        sys.setprofile(self)
+            # Once the offsets are made, nothing is followed further.
+            self._ended = isinstance(value, tuple) and bool(value) and type(value[0]) is KernelCall and self.has(value)
 
     def has(self, value: object, depth: int = 4) -> bool:
         """Whether a value is one of the numbers, or holds it, also as the difference of two offsets."""
@@ -108,13 +107,16 @@ def trace(lengths: list[int], tokens_per_rank: int) -> Tracer:
     dataset = Dataset.from_dict({"input_ids": [[7] * length for length in lengths]})
 
     def prepare(transport: LoopbackTransport) -> None:
-        if transport.rank == layout.segment_rank[held[stop.argmax()]]:
+        # The other thread leaves its profile function as it is: the interpreter refuses to set two at a time.
+        traced = transport.rank == layout.segment_rank[held[stop.argmax()]]
+        if traced:
             sys.setprofile(tracer)
         try:
             loader = PlacedLoader(dataset, PlacedPlanner(config, 2), transport, torch.device("cpu"), shuffle=False)
             loader.preparer.prepare(loader._packed(Cursor()), Cursor())
         finally:
-            sys.setprofile(None)
+            if traced:
+                sys.setprofile(None)
 
     run_ranks(2, prepare)
     return tracer
