@@ -308,9 +308,6 @@ class DistCAConfig(Settings):
     def check_places(self, maker: str) -> None:
         """Checks that the size of placed batches is known.
 
-        Args:
-            maker: what makes or takes them, for the message.
-
         Raises:
             ConfigError: it is not known.
         """

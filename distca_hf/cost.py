@@ -259,7 +259,6 @@ def imbalance(work: Sequence[float] | IntArray, speeds: Sequence[float] = ()) ->
     """Returns maximum over mean work of the ranks: 1.0 is perfect, and the value of an empty batch.
 
     Args:
-        work: `[ranks]` work.
         speeds: `[ranks]` relative speeds, 0 for a rank that computes nothing. The longest time is then divided by the
             time in which all ranks together do the work. Empty if all ranks are equally fast.
     """
@@ -277,7 +276,6 @@ class Heads:
     """Heads of one layer's attention.
 
     Attributes:
-        query: query heads.
         key_value: heads of keys and values; several query heads may share one.
         dim: numbers of one head of a query or key.
         value_dim: numbers of one head of a value or output.

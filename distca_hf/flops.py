@@ -20,7 +20,6 @@ class Rates:
 
     Attributes:
         matrix: rate of all layers except core attention: operations of their matrix products over all of their time.
-        attention_forward, attention_backward: rates of the attention kernel.
     """
 
     matrix: float
@@ -142,7 +141,6 @@ class StepFlops:
 
         Args:
             recomputes_layers, recomputes_attention: whether layers and attention run forward again in backward.
-            rates: operations per second of the GPU.
         """
         token_flops = self.token_forward + self.token_backward + recomputes_layers * self.layers_forward
         pair_seconds = (
@@ -173,11 +171,7 @@ LLAMA_8B_COSTS = StepFlops.of(32 * 218_103_808, 32 * 218_103_808, 2 * (128 + 128
 
 def costs_to_place(flops: StepFlops | None) -> PassCosts:
     """Returns the costs by which placement weighs tokens against pairs: of checkpointed layers that keep attention.
-    They are the same on all ranks, whatever each of them checkpoints.
-
-    Args:
-        flops: of the model; None if unknown.
-    """
+    They are the same on all ranks, whatever each of them checkpoints."""
     if flops is None or not flops.pair_forward:
         return LLAMA_8B_COSTS
     return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
@@ -188,7 +182,6 @@ class Gpu:
     """A device that a model is checked for, or steps are simulated on.
 
     Attributes:
-        name: as given.
         device_type: "cuda" or "cpu".
         compute_capability: generation (major version); None for a CPU.
         gib: memory in GiB; None for a CPU.

@@ -38,10 +38,7 @@ class Role:
     Attributes:
         is_server: whether it is an attention server; otherwise it trains.
         number: its rank among trainers, or its number among servers; both are counted by node, then by local rank.
-        num_trainers: trainers of the job.
-        num_servers: servers of the job.
         trainers_per_node: trainers of every node that has any.
-        servers_of_nodes: servers of each node.
     """
 
     is_server: bool
@@ -71,16 +68,7 @@ class Role:
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """Numbers that a launcher gave to a process.
-
-    Attributes:
-        rank: its rank among all processes.
-        local_rank: its number on its node.
-        world_size: processes of the job.
-        local_world_size: processes of its node.
-        node: number of its node.
-        num_nodes: nodes of the job.
-    """
+    """Numbers that a launcher gave to a process."""
 
     rank: int
     local_rank: int
@@ -305,8 +293,6 @@ def check_launched_servers(attention_servers: str, trainers_attend: bool, launch
     """Checks that a plugin asks for the servers that were launched.
 
     Args:
-        attention_servers: the plugin's setting.
-        trainers_attend: the plugin's setting.
         launched: servers of each node that were launched; () for none.
 
     Raises:

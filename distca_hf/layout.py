@@ -69,7 +69,6 @@ class Topology:
     nodes.
 
     Attributes:
-        num_ranks: all ranks.
         ranks_per_node: ranks with tokens that share a node.
         extra_nodes: node of each rank without tokens; nodes that have only these are numbered after all others.
 

@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
 
 class Annex:
-    """What ranks without tokens add to a training: nothing here, for jobs without any.
-
-    Args:
-        context: of the ranks that train.
-    """
+    """What ranks without tokens add to a training: nothing here, for jobs without any."""
 
     def __init__(self, context: "ParallelContext") -> None:
         self._context = context
@@ -95,9 +91,6 @@ class ParallelContext(DistCAConfig):
 
     Raises:
         ConfigError: a field does not allow its value; the group cannot be used; or this process is not in the group.
-
-    Attributes:
-        trace_file: file for the traces of reported steps.
     """
 
     group: dist.ProcessGroup | DeviceMesh | None = field(

@@ -190,7 +190,6 @@ def _spans(order: list[int], shared: list[int], lengths: list[int], least_tokens
     Args:
         order: documents, sorted by their hashes.
         shared: tokens that each of them, in this order, shares with the one before.
-        lengths: tokens of each document.
         least_tokens: see `SharedPrefixes.find`.
     """
     spans: list[list[Span]] = [[] for _ in lengths]

@@ -41,8 +41,6 @@ class Shipped:
     """One kind of shipped files.
 
     Attributes:
-        kind: name of these files in messages.
-        place: folder of the files, in the package or next to it.
         endings: file name endings; a file is found by its name without the ending.
     """
 
@@ -211,9 +209,6 @@ class Recipe:
 
     def role(self, process: Callable[[], LaunchedProcess] = launched_process) -> Role | None:
         """Returns the role of a process; None without attention servers, when all processes train.
-
-        Args:
-            process: returns rank numbers of the process; by default what the launcher set for this one.
 
         Raises:
             ConfigError: there are servers, and the processes cannot be divided accordingly.

@@ -60,7 +60,6 @@ class Command(NamedTuple):
     """A parsed command line.
 
     Attributes:
-        recipe: settings of the process.
         program: the script's file, or the name of a module.
         arguments: the line's arguments for the program, which follow the recipe's.
         attaches: whether every Trainer of the program is attached.
@@ -149,9 +148,7 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
     """Returns the script to run: the given one, or the recipe's own.
 
     Args:
-        recipe: the recipe.
         script: file, or name of a shipped example; None: the recipe's own.
-        name: name of the recipe, for errors.
 
     Raises:
         ConfigError: no script is named, or there is no such file.

@@ -45,7 +45,6 @@ class CallTrace:
     """One attention call.
 
     Attributes:
-        part: of the pass.
         layer: number of the layer among those that attend; of the call, if layers make several.
         window_tokens: of its sliding window; 0 without one.
         begin_us: microseconds from the beginning of the pass.
@@ -178,13 +177,11 @@ class RankTrace:
         stage, chunk, tensor_rank: place among stages of a pipeline, part of the model on this stage, and place among
             tensor ranks; 0 without them.
         device: name of the GPU, or "cpu".
-        ranks_per_node: ranks that share a node.
         placed: whether batches are placed; otherwise they were given.
         places_rows: whether rows of given batches are placed inside the model; else attention tasks move.
         fingerprint: of the plan, in hexadecimal digits. Equal on all ranks that share documents.
         documents, num_tokens, longest_document_tokens: of all ranks together.
         tokens: that this rank holds.
-        kinds: of the layers that attend.
         work_before, work: `[ranks]` attended pairs in one layer, mean over layers: of documents in the order of the
             data, or as packs came, and as planned. The first has no servers, the second has them after all others.
         tokens_before, layer_tokens: `[ranks]` tokens of each rank, likewise; without servers.

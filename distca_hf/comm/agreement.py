@@ -115,7 +115,6 @@ class Agreement:
     """Facts under way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`.
 
     Attributes:
-        scope: ranks that agree.
         facts: must be the same everywhere.
         numbers: integers that may differ and are only passed on.
     """
@@ -245,11 +244,7 @@ def labels_of(transport: Transport, scope: Scope) -> list[str]:
 
 
 def by_value(values: Sequence[str], labels: Sequence[str]) -> str:
-    """Lists ranks by their value: "5 on ranks 0 and 2, 7 on rank 1".
-
-    Args:
-        labels: the rank of each value.
-    """
+    """Lists ranks by their value: "5 on ranks 0 and 2, 7 on rank 1"."""
     ranks_of: dict[str, list[str]] = {}
     for label, value in zip(labels, values, strict=True):
         ranks_of.setdefault(value, []).append(label)

@@ -20,7 +20,6 @@ class Averaged(NamedTuple):
     """What averages gradients, and over which ranks of the job.
 
     Attributes:
-        name: of a wrapper, or of the mesh of a weight.
         over: its groups of this rank. If there are two, the second connects equal shards, and both form a grid.
         divides: whether the mesh of a weight, which may have other dimensions as well, may only divide the weight, as
             tensor parallelism does; None for a wrapper.

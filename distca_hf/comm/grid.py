@@ -41,8 +41,6 @@ class Grid:
 
     Attributes:
         ranks: numbers in the job, in the order of [stages, data, tensor].
-        shape: number of stages, of data ranks, and of tensor ranks.
-        rank: number of this process in the job.
     """
 
     ranks: tuple[int, ...]
@@ -55,7 +53,6 @@ class Grid:
 
         Args:
             ranks: of the group, in ascending order.
-            rank: of this process in the job.
         """
         return _flat(tuple(ranks), rank)
 
@@ -73,10 +70,6 @@ class Grid:
         """Returns the grid of a device mesh. Several dimensions of one kind count as one, in the order given.
 
         Args:
-            ranks: of the job, one for each place in the mesh.
-            names: of the mesh's dimensions.
-            rank: of this process in the job.
-            num_ranks: of the job.
             data: names of the dimensions along which ranks hold different documents (FSDP, DDP, replicas).
             tensor: along which they hold different parts of the same layers, and the same tokens.
             stages: along which they hold different layers.
@@ -274,7 +267,6 @@ def check_same_grids(grid: Grid, told: Mapping[int, str]) -> None:
     """Compares the grids of all ranks that train together.
 
     Args:
-        grid: of this rank.
         told: `grid_in_words` of each rank, by its number in the job.
 
     Raises:

@@ -48,8 +48,6 @@ class Members:
 
     Attributes:
         job: ranks that were launched together, without ranks that hold no tokens.
-        grid: ranks of the group by stage, data and tensor, and the place of this process.
-        num_extra: ranks without tokens.
     """
 
     job: Sequence[int]
@@ -172,7 +170,6 @@ def open_transport(
 
     Args:
         device: where the rows to exchange live; decides between NCCL and gloo.
-        timeout_seconds: deadline of every exchange.
         agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
         members: the ranks; by default all of the initialised process group.
         in_thread: whether only a background thread uses it. Its calls come at any time between those of training, so
@@ -291,10 +288,6 @@ def _meet(store: Store, members: Members, patience: timedelta) -> int:
 
     Returns:
         The most process groups that any of the ranks is in.
-
-    Raises:
-        RuntimeError: some did not come in time.
-        ConfigError: ranks have different grids.
     """
     ranks, rank = members.group, members.grid.rank
     store = PrefixStore(f"distca_hf/groups/{'job' if members.are_the_job else '-'.join(map(str, ranks))}", store)

@@ -59,7 +59,6 @@ class RollCall:
 
     Args:
         store: reachable as long as possible; the launcher's own, if there is one.
-        rank: of this process in the job.
         ranks: of the group, as they are numbered in the job.
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
         names: of ranks in messages, if they are not just their numbers.
@@ -97,11 +96,7 @@ class RollCall:
             log.warning("rank %d: its error did not reach the other ranks: %s", self._rank, error, extra=OF_THIS_RANK)
 
     def leave_in_order(self, place: str) -> None:
-        """Leaves the place at which this process ends without an error, for ranks that still wait for it.
-
-        Args:
-            place: of its last collective call; empty if there was none.
-        """
+        """Leaves the place at which this process ends without an error, for ranks that still wait for it."""
         if self._has_left:
             return
         where = f"in {place.partition(',')[0]}" if place else "before its first micro-batch"
@@ -176,15 +171,7 @@ class RollCall:
 
 
 class Announcement:
-    """An exception hook that leaves the message of an error for other ranks.
-
-    Args:
-        call: the roll call at which they are left.
-        earlier: the hook that gets the error then.
-
-    Attributes:
-        is_silent: whether errors are only passed on.
-    """
+    """An exception hook that leaves the message of an error for other ranks."""
 
     def __init__(self, call: RollCall, earlier: ExceptHook) -> None:
         self._call = call
@@ -215,11 +202,7 @@ def show_errors_once() -> None:
 
 
 class ShownOnce:
-    """An exception hook.
-
-    Args:
-        earlier: the hook that shows an error.
-    """
+    """An exception hook."""
 
     def __init__(self, earlier: ExceptHook) -> None:
         self._earlier = earlier

@@ -68,12 +68,8 @@ class TorchTransport:
     """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over gloo groups next to it.
 
     Args:
-        data_group: group for rows of documents.
         control_groups: gloo groups for integers, by scope; empty if no integers are sent.
-        rollcall: names lost ranks when one of the groups fails.
-        device: where the rows live.
         grid: ranks of all scopes; the group for rows may have more.
-        traffic: counters; new ones by default.
         whereabouts: makes this transport's detector of ranks that wait for each other in vain; None for no detector.
         tensor_group: group for rows between tensor ranks; None if each has all of them.
     """

@@ -175,7 +175,6 @@ class Transport(Protocol):
 
     Attributes:
         rank, world_size: number of this rank among the ranks that share documents, and their count.
-        grid: ranks of all scopes; names this rank in messages.
     """
 
     rank: int

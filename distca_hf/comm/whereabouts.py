@@ -47,12 +47,7 @@ LONGEST_PLACE = 300
 
 
 class Calls(NamedTuple):
-    """Collective calls that a rank had started at some moment.
-
-    Attributes:
-        gathers, exchanges: of the transport.
-        collectives: of other code.
-    """
+    """Collective calls that a rank had started at some moment: of the transport, and those of other code."""
 
     gathers: int
     exchanges: int
@@ -64,7 +59,6 @@ class Place:
     """The place that a rank has reached.
 
     Attributes:
-        text: names it, for messages.
         moments: counts of calls around the latest gathers, and now.
         waits: function of torch in which it seems to wait for a collective of other code; empty if it computes, or
             waits for a call of the transport.
@@ -111,8 +105,6 @@ class Repeated:
     store, the process aborts.
 
     Args:
-        name: of the thread.
-        pause_seconds: between two calls.
         call: returns whether to go on.
     """
 
@@ -152,12 +144,8 @@ class Whereabouts(Repeated):
     Args:
         store: of the job; a connection that nothing else uses.
         name: of the transport; the same on all ranks.
-        rank: of this process.
         ranks: that run the same program, this one among them.
-        labels: of these ranks.
         count: returns the exchanges of the transport and the collectives of other code that were started so far.
-        place: names the last collective call of the transport.
-        on_gpu: whether rows are exchanged between GPUs.
 
     Attributes:
         waits_for: place of a call that this rank has waited for, for a while; None if there is none.

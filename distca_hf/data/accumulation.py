@@ -47,7 +47,6 @@ class SteppedEpoch(ABC):
     An optimizer step has `micro_steps` micro-batches; the first and the last of an epoch may have fewer.
 
     Args:
-        document_tokens: `[documents]` lengths of all documents.
         steps_from: a micro-batch with which some optimizer step begins.
     """
 
@@ -103,8 +102,6 @@ class RegroupedEpoch(SteppedEpoch):
     """An epoch whose long documents train together, as far as optimizer steps allow.
 
     Args:
-        epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
-        topology, head_groups, layer_masks: as for `placement.place`.
         whole_tokens: tokens of a rank if documents stay whole; else None.
     """
 
@@ -151,7 +148,6 @@ def group_documents(
     Args:
         capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
         topology: ranks to try placements on; without it, long documents are always put together.
-        head_groups, layer_masks: as for `place`.
         as_they_came: a division that fits, as a list of indices for each micro-step; kept if no other moves less.
         whole_tokens: tokens of a rank if documents stay whole; else None.
 

@@ -51,11 +51,7 @@ END_TOKENS = 64
 
 
 class TokenSource(Protocol):
-    """Tokens by document.
-
-    Attributes:
-        inputs: dtypes of further inputs of the model, by name.
-    """
+    """Tokens by document."""
 
     @property
     def inputs(self) -> Mapping[str, np.dtype[Any]]: ...

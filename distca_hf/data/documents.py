@@ -70,9 +70,6 @@ def tokens_of(values: Values, tokens: int, is_first: bool, reading: Reading, inp
 
     Args:
         values: values of the segment, and of one token more if the document goes on.
-        tokens: length of the segment.
-        is_first: whether the document begins with it.
-        inputs: names of further inputs of the model.
     """
     input_ids = values["input_ids"]
     # 1. Labels, except of tokens that are not learnt. If the document ends with the segment, one more follows.
@@ -95,7 +92,6 @@ def check_values(values: Values, where: str, begin: int, origin: int, vocabulary
     """Checks values of a row.
 
     Args:
-        where: names the row, for errors.
         begin: tokens of the row before these values.
         origin: tokens of the row before their document.
         vocabulary_tokens: tokens that the model has embeddings for, if known.
@@ -148,15 +144,11 @@ class DocumentSource:
 
     Args:
         capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
-        stay_whole: whether every document must fit on one rank.
-        reading: which columns count, and how.
-        seed: for random draws of a transform.
 
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
         documents_truncated, tokens_truncated: documents that `truncate` cut, and the tokens that it left out.
         are_drawn: whether a transform makes the rows: they must be drawn before they are read.
-        inputs: dtypes of further inputs of the model, by name.
         masks, masks_left: columns that decide what is learnt, and columns that could but do not.
 
     Raises:
@@ -222,9 +214,6 @@ class DocumentSource:
 
     def read(self, document: int, start: int, stop: int, draws: Draws = NO_DRAWS) -> Tokens:
         """Reads tokens [start, stop) of a document, and one label more if the document goes on.
-
-        Args:
-            draws: of its row, if rows are drawn.
 
         Raises:
             PackingError: values are missing, or cannot be trained on; names row, token and numbers.

@@ -114,10 +114,7 @@ def values_of(row: Mapping[str, Any], reading: Reading, where: str, maker: str, 
     """Returns the columns of a row that count, as arrays.
 
     Args:
-        where: names the row, for errors.
-        maker: what made the row, for errors.
         tokens: length that each column must have.
-        because: why this length, for errors.
 
     Raises:
         PackingError: a column cannot be used; names it.

@@ -34,7 +34,6 @@ class SavedPosition:
     """Fields of a saved position, except those that identify the dataset.
 
     Attributes:
-        capacity_tokens, num_ranks, micro_steps: sizes of micro-batches and optimizer steps.
         epoch, micro_batch, taken, steps_from: see `Cursor`.
         pipeline: stages and chunks; empty without a pipeline.
     """

@@ -85,18 +85,11 @@ class StreamReader:
     """Reads one part of a stream. The constructor reads a row, in the calling thread.
 
     Args:
-        number: number of this reader.
-        num_readers: number of all readers.
         pass_number: number of the pass through the stream, counted from 0.
-        position: where it begins.
 
     Attributes:
-        documents: read in this pass.
-        has_ended: whether the part has no more rows.
-        snapshot: the latest snapshot.
         inputs: dtypes of further inputs of the model, by name; None until a row is read.
         seconds: spent reading so far.
-        truncated: documents truncated so far.
 
     Raises:
         PackingError: the first row cannot be trained on, or draws at random.
@@ -267,7 +260,6 @@ class StreamReader:
 
         Args:
             packed: lengths of the documents; None if the row is one.
-            tokens: of the row.
         """
         if packed is None and tokens <= self._source.longest_tokens:
             return [(0, 0, tokens)]

@@ -82,7 +82,6 @@ class Reading:
 
     Attributes:
         only: columns to look at; None: all that the dataset shows.
-        masks: when `MASK_COLUMNS` decide what is learnt.
         inputs: names of the arguments of the model's forward pass; None if no model is known.
         vocabulary_tokens: tokens that the model has embeddings for; None if no model is known.
         unlearnt_token: a token that is never a label; None if all may be.
@@ -153,9 +152,6 @@ class StoredRows:
     Attributes:
         lengths: `[rows]` tokens.
         documents: a list of document lengths per row, if rows hold several; None if each row is a document.
-        shown: columns that the dataset shows.
-        names: columns that are read.
-        inputs: dtypes of further inputs of the model, by name.
 
     Raises:
         PackingError: a column cannot be read, or columns of one row differ in length; names row and lengths.
@@ -212,9 +208,6 @@ class ArrowColumn:
     Args:
         row_of: stored row of each row; None if rows are in order.
         of_floats: whether the column may hold floating-point numbers.
-
-    Attributes:
-        dtype: of the values that are read.
 
     Raises:
         PackingError: the column is not a list of integers per row.

@@ -55,11 +55,8 @@ class BufferPosition:
     """All that a buffer depends on, at the end of an optimizer step.
 
     Attributes:
-        pass_number: number of the pass through the stream.
         refills: how often readers were asked for documents in this pass.
-        readers: where each reader goes on.
         keys: `[documents]` of the buffer, in order.
-        checksum: checksum of these documents.
     """
 
     pass_number: int
@@ -150,7 +147,6 @@ class StreamBuffer:
     """Documents that are known and not yet in a micro-batch.
 
     Args:
-        position: where it begins.
         capacity_tokens: most tokens of a micro-batch.
         buffer_tokens: readers read until the buffer holds so many tokens.
         seed, shuffle: decide the order of new documents; without shuffling, readers alternate.

@@ -78,9 +78,6 @@ class StreamSource:
     rank.
 
     Args:
-        longest_tokens: most tokens of a document.
-        overlong: what to do with longer ones.
-        stay_whole: whether every document must fit on one rank.
         shuffle: whether each pass asks the stream for another order (`set_epoch`).
         skips_bad_rows: whether rows that cannot be trained on are left out, with a warning each.
 

@@ -72,7 +72,6 @@ class LayerSettings(NamedTuple):
 
     Attributes:
         kernel: of local attention; a plan brings its own.
-        deterministic: whether gradients are bit-equal from run to run.
         number: number of the layer in its model; `runtime.op.flash_attn` says why it is a tensor.
         in_forward_pass: returns whether the enabled model is in a forward pass, which is watched.
     """

@@ -209,9 +209,6 @@ find_in_graph = define_op(_find_documents, _shapes)
 def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> Documents:
     """Returns documents divided into chunks of this length, or unchanged if it is None or no document is longer.
 
-    Args:
-        given: what the documents were found in.
-
     Raises:
         UnsupportedAttentionError: queries with a cache are beyond the first chunk: the cache may lack some of their
             keys.

@@ -308,11 +308,7 @@ def _read_from_callers(asking: FrameType) -> tuple[torch.Tensor | None, torch.Te
 
 
 def passes_on_a_plan(asking: FrameType) -> bool:
-    """Returns whether the model that asks for a mask passes a plan on to layers that attend with it.
-
-    Args:
-        asking: frame of Transformers' function that asks.
-    """
+    """Returns whether the model that asks for a mask passes a plan on to layers that attend with it."""
     is_ours = getattr(asking.f_locals.get("config"), "_attn_implementation", None) == OURS
     frame: FrameType | None = asking if is_ours and any_known() else None
     while frame is not None:
@@ -325,11 +321,7 @@ def passes_on_a_plan(asking: FrameType) -> bool:
 
 
 def checked_mask(implementation: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Checks which tokens a model was given, then calls its mask function.
-
-    Args:
-        original: Transformers' mask function for this implementation; it gets all other arguments.
-    """
+    """Checks which tokens a model was given, then calls its mask function."""
     if not torch.compiler.is_compiling():
         check_callers(implementation, sys._getframe(1), "allow_is_bidirectional_skip" not in kwargs)
     return original(*args, **kwargs)
@@ -338,9 +330,6 @@ def checked_mask(implementation: str, original: Callable[..., Any], /, *args: An
 def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> None:
     """Checks that a model that asks for a mask knows the documents of its tokens. Skips passes of enabled models:
     their hooks have checked them.
-
-    Args:
-        asking: frame of Transformers' function that asks for the mask.
 
     Raises:
         PlanError: the tokens belong to a placed batch.

@@ -129,7 +129,6 @@ class OffloadedLayers:
 
         Args:
             function: like `torch.utils.checkpoint.checkpoint`, not reentrant.
-            args, kwargs: passed on to `function`.
         """
         self.settle()
         region = HostRegion(self)

@@ -49,7 +49,6 @@ class Flash4Kernel:
     """FlashAttention 4, compiled when first used: about four seconds per variant.
 
     Args:
-        interface: the package's module `flash_attn.cute.interface`.
         cache_bytes: returns the bytes of a device's L2 cache; 0 leaves all calls as the package makes them.
     """
 
@@ -163,7 +162,6 @@ def kv_heads_of_short_calls(key_rows: int, heads: int, kv_heads: int) -> int | N
     A call has at least one KV head, with all of its query heads.
 
     Args:
-        key_rows: of all tasks.
         heads, kv_heads: query heads and KV heads of all calls together.
     """
     kv_heads_of_a_call = max(1, SHORT_CALL_HEAD_ROWS * kv_heads // (key_rows * heads))
@@ -184,9 +182,6 @@ class FfpaKernel:
 
     Elsewhere backward is another function, which leaves the gradients of a causal task zero if the task has more keys
     than queries. So `kernels.registry` takes this kernel on Hopper only.
-
-    Args:
-        interface: the package's module `ffpa_attn.cute`.
     """
 
     def __init__(self, interface: ModuleType) -> None:

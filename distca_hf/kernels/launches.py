@@ -51,7 +51,6 @@ class Launch(NamedTuple):
     """A launch of a compiled kernel.
 
     Attributes:
-        kernel: the compiled kernel.
         arguments: its arguments; None in place of tensors.
         tensors: place among the arguments, and number, of each tensor.
     """

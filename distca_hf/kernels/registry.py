@@ -47,9 +47,7 @@ class Capabilities:
 
     Attributes:
         device_type: "cpu", "cuda", or None for any.
-        dtypes: input dtypes.
         min_head_dim, max_head_dim, head_dim_multiple: limits of both head dimensions (max_head_dim None: no limit).
-        equal_dims: value and key dimension must be the same.
         compute_capability: GPU generations (major version), None for any.
         options: names of the `OPTIONS` that it computes.
         lacks: exceptions to `options`.
@@ -303,7 +301,6 @@ def why_not(name: KernelName, operands: Operands, spec: AttentionSpec) -> str | 
     """Returns why "auto" does not take a kernel for a layer; None if it takes it once it is installed and runs.
 
     Args:
-        name: of the table.
         operands, spec: of a call; the device need not be there.
     """
     reason = _refusal(KERNELS[name], operands, spec)

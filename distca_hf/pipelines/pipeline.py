@@ -79,13 +79,7 @@ class Pipeline(Parts, StepShape):
 
 
 class ShapedEpoch(SteppedEpoch):
-    """An epoch whose optimizer steps are shaped for a pipeline.
-
-    Args:
-        planner: of the ranks of a stage.
-        schedule: of the operations of a step.
-        epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
-    """
+    """An epoch whose optimizer steps are shaped for a pipeline."""
 
     def __init__(
         self,
@@ -249,10 +243,8 @@ def shape_step(
     """Divides the documents of an optimizer step among its micro-batches, and orders these.
 
     Args:
-        document_tokens: `[documents]` lengths.
         document_work: `[documents]` int64 attended pairs, means over the layers of the model.
         as_packed: documents of each micro-batch, as indices: a division that fits.
-        schedule: order of operations, for as many micro-batches.
         num_ranks: ranks of a stage, which share each micro-batch with equal work.
         tokens_per_rank: rows of a rank, including padding.
         fits: which documents of a micro-batch have room, if ranks hold whole ones; by default all.

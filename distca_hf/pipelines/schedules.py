@@ -38,10 +38,6 @@ GATHERED_PARTS = 3
 class Parts:
     """Parts of a model in a pipeline.
 
-    Attributes:
-        num_stages: stages, each of them a group of ranks that hold the same layers.
-        chunks: parts of the model on each stage. With 1 stages run 1F1B, with more interleaved 1F1B.
-
     Raises:
         ConfigError: fewer than two stages, or fewer than one chunk.
     """
@@ -189,9 +185,7 @@ class Action(NamedTuple):
     """An operation, and the transfer of its result.
 
     Attributes:
-        stage: on which it runs.
         receiver: the operation that needs the result on another stage, if there is one.
-        target: that stage.
         queues: numbers of the transfer's queues.
     """
 

@@ -31,7 +31,6 @@ class LayerCalls:
     """Local and prefix calls of a layer. Their `heads` count KV heads, whereas calls of a routing count head groups.
 
     Attributes:
-        early, late: local calls.
         prefix: prefix calls of each chunk.
     """
 
@@ -90,9 +89,6 @@ class AlikeLayers:
 
     Attributes:
         spec: how they attend; without a window if no document of the micro-batch is longer than it.
-        kernel: kernel that attends.
-        kind: the layers with their mask.
-        kv_heads: heads of keys and values.
         calls: kernel calls of forward.
         whole_call: the only local call of forward if it reads and writes all rows and heads, and no results come from
             other ranks; otherwise None.
@@ -159,14 +155,7 @@ def _prepared_kv(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRoutin
 
 
 class LayerLookup:
-    """Kinds of layers, kernels and alike layers of one planned micro-batch.
-
-    Args:
-        kinds: the layers by their masks.
-        kernel: setting of this name.
-        rank_name: for messages.
-        posted: see `Planned`.
-    """
+    """Kinds of layers, kernels and alike layers of one planned micro-batch."""
 
     def __init__(self, kinds: LayerKinds, kernel: KernelName, rank_name: str, posted: Posted | None = None) -> None:
         self.kinds, self.posted = kinds, posted

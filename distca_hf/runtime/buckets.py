@@ -29,7 +29,6 @@ class Buckets:
 
     Args:
         document_tokens: `[documents]` lengths.
-        device: device of the tokens.
         rows: `[tokens]` rows of the documents' tokens; None for consecutive rows.
     """
 

@@ -50,7 +50,6 @@ def define_op(
 
     Args:
         function: must have no defaults: the dispatcher leaves out last arguments that equal their defaults.
-        fake: returns empty results of the right shapes and dtypes, contiguous.
         backward, save: `backward(ctx, *gradients)`, and `save(ctx, inputs, output)` in forward; without them the
             operator is not differentiable. Of several outputs only the first is.
 

@@ -118,7 +118,6 @@ class DeviceFragments:
     """Fragments of this rank with their indices on the device; see `Fragments`.
 
     Attributes:
-        whole, followed, last: groups.
         middle: followed fragments that follow others.
         middle_numbers: int64, see `Fragments`.
         edges: int64, rows taken for windows, then rows to send.

@@ -68,7 +68,6 @@ class ForwardPass:
         layers_of_calls: number of the layer of each call, if layers make several in tiles of heads.
 
     Attributes:
-        facts: see above.
         calls, backward_calls: number of calls of the operator so far; `calls` includes recomputed ones.
         layers: numbers of the layers that made the calls, on the host, without recomputed ones.
         made: masks and tensors of the calls so far, without recomputed ones.
@@ -182,11 +181,7 @@ class ForwardPass:
         return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
 
     def _check_call(self, mask: Mask, tensors: CallTensors | None, place: str) -> None:
-        """Compares a call with the previous pass's: other ranks exchange rows for that mask and those tensors.
-
-        Raises:
-            PlanError: it has another mask, other dtypes or other heads.
-        """
+        """Compares a call with the previous pass's: other ranks exchange rows for that mask and those tensors."""
         call, where = self.calls - 1, f"{self._transport.grid.name}, {place}"
         masks: Sequence[Mask] = () if self._before is None else self._before.masks
         if call < len(masks) and masks[call] != mask:
@@ -267,12 +262,7 @@ class ForwardPass:
 
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
         """Waits until all ranks have shown the dtypes and heads with which they attend: at the first call together
-        with the pass's facts, at later ones while `compares_calls` is true.
-
-        Args:
-            fingerprint: fingerprint of the plan.
-            tensors: dtypes and heads of the call.
-        """
+        with the pass's facts, at later ones while `compares_calls` is true."""
         if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
         self._compare_states(ATTENTION)

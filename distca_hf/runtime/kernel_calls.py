@@ -87,12 +87,8 @@ class PreparedForward:
     """A call of forward.
 
     Args:
-        spec: how these layers attend.
         rows: queries, outputs and log-sum-exps of one of them.
         of_keys: its keys and values, local ones or the remote KV's.
-
-    Attributes:
-        spec: how the call attends.
     """
 
     def __init__(
@@ -138,12 +134,10 @@ class PreparedBackward:
     """A call of backward.
 
     Args:
-        spec: how these layers attend.
         rows, dq: tensors of one of these layers.
         of_keys: its keys, values and their gradients, local ones or the remote KV's.
 
     Attributes:
-        call, spec: the call, and how it attends.
         dout, dq, dk, dv: functions that return the call's part of the tensor.
         dq_shape: shape of the part of dq.
     """
@@ -194,13 +188,7 @@ Prepared = TypeVar("Prepared", PreparedForward, PreparedBackward)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCalls(Generic[Prepared]):
-    """Calls of alike layers, forward or backward, that a layer has already prepared.
-
-    Attributes:
-        make: prepares a call.
-        kernel, spec: the kernel, and how it attends.
-        kv_heads: KV heads of a layer.
-    """
+    """Calls of alike layers, forward or backward, that a layer has already prepared."""
 
     make: Callable[..., Prepared]
     kernel: Kernel

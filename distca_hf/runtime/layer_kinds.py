@@ -41,8 +41,6 @@ class Planned(NamedTuple):
         routings: returns rank plans by mask: the full causal one, and windows known before. The first call copies them
             to the device: rows move in before.
         route_window: makes the rank plan of a window when a layer first asks for it; None if there are no others.
-        facts: of all layers together.
-        fingerprint: of the plan.
         posted: the plan that ranks without tokens have; None if there are none.
         moves: moves of rows that the model places; None if rows stay as in the batches.
         batch_forms: `[ranks]` numbers of the forms of their batches: equal forms give decoders equal inputs.
@@ -84,12 +82,7 @@ class PinnedKinds:
     """Rank plans of a micro-batch for each mask of a model, before they are copied to the device.
 
     Attributes:
-        plans: by mask.
-        facts: of all layers together.
-        layout: ranks, and the tokens that each of them holds.
-        rank: rank to which they belong.
         pin: whether they are in memory from which a GPU copies while the host continues.
-        fragments: what layers with a state exchange; None for a model without them.
     """
 
     plans: Mapping[Mask, RankPlan[PinnedRouting]]
@@ -147,7 +140,6 @@ class LayerKind:
     """The layers that attend with one mask.
 
     Attributes:
-        plan: routing of forward, and of backward.
         retention: decides which rows of other ranks are kept until backward, and until recomputation.
         has_room: whether the device is known to have room for a call of this pass.
     """
@@ -158,12 +150,7 @@ class LayerKind:
 
 
 class LayerKinds:
-    """Kinds of layers of one micro-batch.
-
-    Args:
-        where: rank and micro-batch, for messages.
-        layers: layers of the pass that is about to run.
-    """
+    """Kinds of layers of one micro-batch."""
 
     def __init__(self, planned: Planned, config: DistCAConfig, where: str, layers: PassLayers) -> None:
         self._planned, self._config, self._where = planned, config, where

@@ -98,7 +98,6 @@ class LivePlan:
     these, so the very same object reaches every layer.
 
     Args:
-        micro_batch: number of the micro-batch, counted by the loader.
         planned: the planned micro-batch, or what plans it later. All its routings have one layout, so a rank holds the
             same rows in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
@@ -108,13 +107,9 @@ class LivePlan:
         also: further integers that ranks show each other in a pass; None if there are none.
 
     Attributes:
-        longest_document_tokens: tokens of the longest document of the micro-batch.
         numbers: numbers of every data rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
-        use: whether there was a pass.
-        checks_finite: whether attention checks that numbers are finite.
         part: part of the model that passes run, see `of_part`.
-        handle: number by which the operator finds it.
     """
 
     def __init__(
@@ -182,11 +177,7 @@ class LivePlan:
         return self
 
     def __reduce__(self) -> str:
-        """Refuses to be pickled.
-
-        Raises:
-            PlanError: always.
-        """
+        """Refuses to be pickled."""
         raise PlanError(
             f"{self.transport.grid.name}, micro-batch {self.micro_batch}: a batch with a plan can neither be stored "
             "nor sent to another process (pickle): its plan is bound to the connections of this one"

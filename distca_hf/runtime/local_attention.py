@@ -203,7 +203,6 @@ def flash_attn_local(
     Args:
         q_TNH, k_SGH, v_SGV: all rows of the batch.
         spec: how to attend; gradients are also deterministic if torch is set so.
-        kernel: name of a kernel, or "auto".
         sinks_N: scores of the heads' sinks, differentiable.
 
     Raises:

@@ -29,8 +29,6 @@ class FeatureForm(NamedTuple):
     Attributes:
         is_stacked: whether they are one tensor `[images, ...]`, not one tensor for each image.
         deep_layers: layers of the text decoder that add further features (DeepStack).
-        width: length of a feature.
-        dtype: dtype of features.
     """
 
     is_stacked: bool
@@ -49,7 +47,6 @@ class Features(NamedTuple):
     Attributes:
         rows: `[tokens, (1 + deep_layers) * width]`.
         tokens: number of rows of each unit.
-        form: form of the features.
     """
 
     rows: torch.Tensor
@@ -98,10 +95,8 @@ class RowsHome:
     """Sends features home from the ranks that computed them.
 
     Attributes:
-        transport: among the ranks that hold rows.
         places: `[rows]` places of the rows that come home, in the order in which they come.
         sent, received: `[ranks]` number of rows to and from each rank; further rows of this rank stay unused.
-        where: names the pass in messages.
     """
 
     transport: Transport

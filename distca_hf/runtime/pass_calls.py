@@ -33,8 +33,6 @@ class PassCalls(NamedTuple):
     """Attention calls of a forward pass, and exchanges of layers with a state, without recomputed ones.
 
     Attributes:
-        masks: mask of each call.
-        tensors: dtypes and heads of each call.
         states: layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents
             keeps the previous pass's.
     """

@@ -47,8 +47,6 @@ class RegionRun(Generic[AnyRegion]):
     """One run of a region: a context.
 
     Attributes:
-        region: region that it runs.
-        recomputes: whether it is a recomputation.
         outer: the enclosing run while this one is entered; None if there is none.
     """
 

@@ -26,7 +26,6 @@ class PreparedKV:
 
     Args:
         k, v: `[rows, G, H]`, `[rows, G, V]` of one of these layers.
-        routing: routing of forward or of backward.
 
     Attributes:
         width: elements of a row with keys and values side by side.
@@ -230,12 +229,10 @@ class KVDispatch:
     """Dispatch of keys and values to the ranks that read them.
 
     Args:
-        prepared: how rows are laid out and copied in these layers.
         sends: whether any rank sends keys; otherwise there is nothing to receive.
         received: rows of an earlier dispatch, to put where calls read them; then nothing is sent.
 
     Attributes:
-        sends: whether keys are sent now.
         received: `[received rows, G * H + G * V]`; complete chunk by chunk.
     """
 

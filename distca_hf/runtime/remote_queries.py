@@ -95,9 +95,7 @@ class BackwardRemoteQueries(RemoteQueries):
     Owner ranks add sinks. Kept results lack them, so log-sum-exps with sinks are sent with output gradients.
 
     Args:
-        rows: of this rank.
         kept: rows of forward; None to send them again.
-        spec: how backward attends.
         has_sinks: whether log-sum-exps include sinks.
     """
 
@@ -139,9 +137,6 @@ class BackwardRemoteQueries(RemoteQueries):
 
 class QueryDispatch:
     """Dispatch of query rows to the ranks that compute them.
-
-    Args:
-        tensors: `[rows, ...]` of this rank.
 
     Attributes:
         tensors: `[remote-query rows, ...]` for each tensor, with local rows of the same tasks; complete chunk by

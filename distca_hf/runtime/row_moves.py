@@ -35,7 +35,6 @@ class PinnedRowMoves:
     """Moves of this rank before their indices are copied to the device.
 
     Attributes:
-        moves: the moves on the host.
         indices: all indices, one after the other; in memory from which a GPU copies while the host continues.
         images: moves of the rows of images only; None if it is not known which these are.
     """
@@ -136,10 +135,7 @@ class PassRows:
     """The rows of one forward pass, and of its backward pass.
 
     Args:
-        moves: moves of this rank.
-        transport: among the ranks that hold rows.
         shape: of the batch, `(B, L)`.
-        where: names the pass in messages.
         before_backward: agrees with all ranks that they differentiate this pass.
 
     Attributes:

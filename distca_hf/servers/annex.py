@@ -50,9 +50,6 @@ SUMS_OF_THE_LOOP = ("current_flos",)
 class ServersAnnex(Annex):
     """Attention servers of this job.
 
-    Args:
-        context: of the ranks that train.
-
     Raises:
         ConfigError: a setting does not work with servers.
     """
@@ -146,11 +143,7 @@ def cannot_redo(trainer: Trainer) -> Iterator[str]:
 
 
 class RedoneSteps(TrainerCallback):
-    """Optimizer steps of a Trainer, which may run again.
-
-    Attributes:
-        count: times that a step has run again.
-    """
+    """Optimizer steps of a Trainer, which may run again."""
 
     def __init__(self, trainer: Trainer, context: ParallelContext) -> None:
         self.count = self._logged = 0

@@ -46,7 +46,6 @@ class MembershipWatch(Repeated):
     """A thread that also asks the store which memberships were lost. With several plugins, several are open at once.
 
     Args:
-        name, pause_seconds, call: of the thread.
         store: a connection that nothing else uses.
     """
 
@@ -91,9 +90,6 @@ class Heartbeat(MembershipWatch):
     Ends the process, with status `TRAINERS_GONE`, if the store or the supervisor is gone.
 
     Args:
-        store: a connection that nothing else uses.
-        server: number of this server.
-        restarts: number of earlier processes of this server.
         pipe: file descriptor to which every beat writes a byte; None without a supervisor.
     """
 
@@ -140,8 +136,6 @@ class Watch(MembershipWatch):
     """A trainer's end: finds out which servers are alive, and which memberships are lost.
 
     Args:
-        store: a connection that nothing else uses.
-        num_servers: of the job.
         limit_seconds: silence after which a server counts as lost.
     """
 
@@ -187,15 +181,7 @@ class Watch(MembershipWatch):
 
 
 class LiveServers:
-    """Live servers of the job, according to the heartbeats and losses that this trainer has seen.
-
-    Args:
-        watch: sees their heartbeats.
-        count: servers that were launched.
-
-    Attributes:
-        losses: how often each was lost.
-    """
+    """Live servers of the job, according to the heartbeats and losses that this trainer has seen."""
 
     def __init__(self, watch: Watch, count: int) -> None:
         self._watch, self._count, self.losses = watch, count, LostServers()
@@ -208,9 +194,6 @@ class LiveServers:
 
     def wait_for_all(self, rank: int, patience_seconds: float) -> None:
         """Waits until all servers have a heartbeat.
-
-        Args:
-            rank: the waiting rank, for messages.
 
         Raises:
             PeerLostError: some have none at the deadline; names them.

@@ -36,11 +36,6 @@ END_SECONDS = 10.0
 class JobStore:
     """Values that processes of this job have signed.
 
-    Args:
-        store: reachable for all processes.
-        secret: shared by all processes.
-        path: of this part; keys are below it.
-
     Attributes:
         plain: this part without signatures, for libraries that write to it themselves.
     """

@@ -61,12 +61,7 @@ NO_DEADLINE = timedelta(days=365)
 
 
 class Member(NamedTuple):
-    """An attention server in a membership.
-
-    Attributes:
-        server: its number.
-        restarts: how often it was started before.
-    """
+    """An attention server in a membership: its number, and how often it was started before."""
 
     server: int
     restarts: int
@@ -235,10 +230,7 @@ class Invitation:
     """A membership that trainers have opened, as a server sees it.
 
     Attributes:
-        members: invited servers.
         device_type: of the rows to exchange.
-        settings: of the trainers' plugin.
-        version: of the trainers' package.
     """
 
     store: JobStore
@@ -306,8 +298,6 @@ def meet(
     Args:
         here: part of the store that belongs to the membership.
         rank: of this process in the exchanges.
-        names: of the servers, by their numbers.
-        lost, may_fail, traffic: see `MembershipTransport`.
 
     Raises:
         PeerLostError: some did not come; names them.
@@ -364,9 +354,6 @@ def _connect(group: RowGroup, num_ranks: int, device: torch.device) -> None:
 
 def in_time(call: Callable[[], None], seconds: float, of: str) -> None:
     """Makes a call that may never return, in a thread that is then abandoned. Raises the call's own errors.
-
-    Args:
-        of: names the call in the error.
 
     Raises:
         RuntimeError: it did not return in time.

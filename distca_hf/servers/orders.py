@@ -61,12 +61,7 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """One message.
-
-    Attributes:
-        membership: number of the connection between these trainers and servers.
-        numbers: content of the order, as int64.
-    """
+    """One message."""
 
     kind: Kind
     membership: int
@@ -77,12 +72,8 @@ class PlanOrder(NamedTuple):
     """The numbers of an order to route a plan.
 
     Attributes:
-        plan: number of the plan.
         oldest: smallest number of a plan that trainers still hold; earlier ones can be dropped.
-        micro_batch: number of the micro-batch, for messages.
         num_chunks: chunks of the exchange in forward.
-        fingerprint: of the plan.
-        integers: the plan itself.
     """
 
     plan: int
@@ -107,8 +98,6 @@ class CallOrder(NamedTuple):
     """The numbers of an order to make an attention call.
 
     Attributes:
-        plan: number of the plan.
-        phase: a `Phase`.
         query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
         dtype: index of their dtype in `DTYPES`.
         slot: number under which a server keeps rows received in forward until backward; 0: it keeps none.
@@ -144,7 +133,6 @@ class PassOrder(NamedTuple):
     """The numbers of an order about a pass whose calls are traced.
 
     Attributes:
-        plan: number of the plan.
         backward_calls: number of backward calls that follow, at the end of forward.
         text: a `ReportedPass`, at the beginning of a pass.
     """
@@ -228,11 +216,7 @@ def shares_of(num_servers: int, num_trainers: int, trainer: int) -> Sequence[int
 
 
 class Outbox:
-    """A trainer's end of the mailboxes of a membership: posts orders to the servers that this trainer posts to.
-
-    Args:
-        servers: number and start of each.
-    """
+    """A trainer's end of the mailboxes of a membership: posts orders to the servers that this trainer posts to."""
 
     def __init__(self, store: JobStore, servers: Sequence[tuple[int, int]]) -> None:
         self._store = store
@@ -258,7 +242,6 @@ class Inbox:
     """A server's end of its mailbox.
 
     Args:
-        server: number of the server.
         restarts: how often it was started before. Orders for earlier processes are not read.
     """
 

@@ -56,7 +56,6 @@ class MeasuredCalls(Posted):
     """Measures the calls of a plan, and posts nothing: on a server, and on trainers whose servers are all lost.
 
     Args:
-        rank: of this process in the plan.
         stopwatch: measures its kernels; None if their times are not needed.
     """
 
@@ -92,14 +91,7 @@ class MeasuredCalls(Posted):
 
 class PostedPlan(MeasuredCalls):
     """A plan that servers have: its number, and the calls made with it. Servers may drop it when this object is gone
-    on the trainers.
-
-    Args:
-        transport: to the servers.
-        micro_batch: its number, for messages.
-        num_chunks: chunks of the exchange in forward.
-        fingerprint, integers: of the plan, and the plan itself.
-    """
+    on the trainers."""
 
     def __init__(
         self, transport: ServedTransport, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
@@ -182,12 +174,7 @@ class Slots:
 
 
 class MeasuredKernel:
-    """A kernel whose calls are measured.
-
-    Args:
-        kernel: computes.
-        measure: returns a context in which to make a call.
-    """
+    """A kernel whose calls are measured."""
 
     def __init__(self, kernel: Kernel, measure: Callable[[], AbstractContextManager[object]]) -> None:
         self._kernel, self._measure = kernel, measure
@@ -206,12 +193,7 @@ class MeasuredKernel:
 
 
 class OrderedPass(NotedPass):
-    """Notes moments of a trainer, and tells servers when forward ends.
-
-    Args:
-        device: on which attention runs.
-        tell: tells servers the number of backward calls.
-    """
+    """Notes moments of a trainer, and tells servers when forward ends."""
 
     def __init__(self, device: torch.device, tell: Callable[[int], None]) -> None:
         super().__init__(device)
@@ -229,7 +211,6 @@ class ReportedPass(NamedTuple):
     """Everything that a server must know about a pass to trace its part of it.
 
     Attributes:
-        folder: of the traces.
         token_bytes: bytes of one token in one layer of the model.
         trace: of the reporting trainer, without calls.
     """
@@ -254,8 +235,6 @@ class ServedTraces:
     """The traces of an attention server about one membership.
 
     Args:
-        server: its number.
-        device: on which it attends.
         root: traces may be written only below this folder: the setting `report_folder`, or the working directory.
     """
 

@@ -41,13 +41,7 @@ class RepeatableStep:
     """The micro-batches of one optimizer step, until their gradients are known to be whole.
 
     Args:
-        transport: between the ranks and the attention servers.
-        where: names the step in messages.
-        device: on which the model trains.
         keep: functions that each save a state, and return a function that restores it.
-
-    Attributes:
-        redos: how often it has run again.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class Servers(ExtraRanks):
 
     Attributes:
         speeds: attention speed of each server, relative to a trainer (1.0).
-        trainers_attend: whether trainers compute attention, too.
         nodes: node of each server, as in `Topology`; empty: servers and trainers are all on one node.
 
     Raises:

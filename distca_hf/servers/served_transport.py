@@ -58,7 +58,6 @@ class ServedTransport:
 
     Args:
         among_trainers: transport of the trainers only.
-        device: where the rows to exchange live.
         all_servers: servers that were launched, whether they are alive or not.
         settings: of the plugin, for the servers.
         timeout_seconds, patience_seconds: deadlines of an exchange, and for all servers to come at the beginning.
@@ -66,13 +65,9 @@ class ServedTransport:
 
     Attributes:
         among_trainers: see above; for batches in which no server takes part.
-        membership: number of the present connection.
-        members: servers that take part.
         extra_ranks: their part in plans; None if no server takes part.
         failed: a message about the server that was lost in this step; None if none was lost.
         in_step: whether an optimizer step that can run again has begun.
-        servers_lost: number of servers lost so far.
-        speeds: of servers, from times of the steps that counted.
         room_bytes: bytes that rows may take on each member until backward.
     """
 
@@ -218,7 +213,6 @@ class ServedTransport:
 
         Args:
             holder: members may drop the plan when this object is gone on the trainers.
-            integers: the plan.
         """
         self._plans += 1
         self.speeds.note_plan()

@@ -82,8 +82,6 @@ def serve_job(number: int, num_trainers: int, num_servers: int, restarts: int = 
 
     Args:
         number: of this server, counted over all nodes.
-        num_trainers, num_servers: of the job.
-        restarts: how often this server was started before.
         pipe: for heartbeats to its supervisor; None without one.
 
     Raises:
@@ -124,10 +122,7 @@ class Service:
     """The server's end of one membership.
 
     Attributes:
-        config: settings of the trainers' plugin.
         report: shows trainers the measurements since the membership began.
-        stopwatch: measures this server's kernels.
-        traces: of the passes that trainers report.
         plans: live plans by number, with the rows kept for their backward passes, by slot.
     """
 
@@ -203,8 +198,6 @@ class Server:
     """Follows the orders in its mailbox, one after the other.
 
     Args:
-        member: number and start of this server.
-        num_trainers: of the job.
         heartbeat: of this process; it also sees memberships that were lost.
         patience_seconds: deadline for trainers to write what they have announced.
     """

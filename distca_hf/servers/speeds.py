@@ -56,8 +56,6 @@ class Reading(NamedTuple):
 
     Attributes:
         flops: operations of its attention calls, as planned.
-        kernel_nanoseconds: time of its kernels for them.
-        nanoseconds: time that passed.
     """
 
     flops: int = 0
@@ -88,7 +86,6 @@ class MeasuredCall:
     """One attention call.
 
     Attributes:
-        flops: operations of this rank's part.
         kernels: beginning and end of each kernel call.
     """
 
@@ -97,11 +94,7 @@ class MeasuredCall:
 
 
 class Stopwatch:
-    """Measures the kernels of attention calls on one device, without waiting for it.
-
-    Args:
-        device: on which they run.
-    """
+    """Measures the kernels of attention calls on one device, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
@@ -220,9 +213,7 @@ class ServerSpeeds:
     """A trainer's end: its numbers in the vote on a step, and the speeds that follow from all trainers' numbers.
 
     Args:
-        servers: that were launched, with their initial speeds.
         is_measured: whether speeds are measured; if not, servers keep the initial ones.
-        device: on which this trainer computes.
 
     Attributes:
         stopwatch: of this trainer's kernels; None if speeds are not measured.
@@ -306,11 +297,7 @@ class ServerSpeeds:
 
 
 def report(here: JobStore, server: int, reading: Reading) -> None:
-    """Writes the reading of a server since it joined a membership.
-
-    Args:
-        here: part of the launcher's store that belongs to the membership.
-    """
+    """Writes the reading of a server since it joined a membership."""
     here.write(_key(server), reading._asdict())
 
 

@@ -58,8 +58,6 @@ def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[s
     """Keeps a server alive until the trainers have ended, and returns the exit status.
 
     Args:
-        number: of the server, counted over all nodes.
-        num_trainers, num_servers: of the job.
         line: command of a server. The three numbers above, its earlier restarts and a file descriptor are appended.
     """
     silence_seconds = SILENT_LIMITS * DistCAConfig().timeouts.heartbeat_limit_seconds
@@ -75,7 +73,6 @@ class Child:
         silence_seconds: silence after which it is killed.
 
     Attributes:
-        process: of the server.
         is_silent: whether it was killed for its silence.
     """
 
@@ -110,7 +107,6 @@ class Supervisor:
     """Starts one child after the other.
 
     Args:
-        name: of the server, for messages.
         line: command of a server; its earlier restarts and a file descriptor are appended.
         silence_seconds: silence after which a child is killed.
     """

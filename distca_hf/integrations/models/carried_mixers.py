@@ -81,12 +81,7 @@ def halo_tokens_of(mixer: nn.Module) -> int:
 
 
 def carried_forward(mixer: nn.Module, rows: Rows, name: str) -> Callable[..., Any]:
-    """Returns a mixer's forward function, with replaced functions inside.
-
-    Args:
-        rows: returns the rows of the mixer's present call.
-        name: of the mixer, for messages.
-    """
+    """Returns a mixer's forward function, with replaced functions inside."""
     forward = _forward_of(mixer)
     names = forward.__globals__
     replaced = {key: replace(names[key], rows, name) for key, replace in REPLACED.items() if key in names}
@@ -197,11 +192,7 @@ def _selective_scan(original: Callable[..., Any], rows: Rows, name: str) -> Call
 
 
 def _check_unused(keywords: Mapping[str, Any], function: str, name: str) -> None:
-    """Checks that a mixer gives its function no argument that would be ignored.
-
-    Raises:
-        UnsupportedAttentionError: it does.
-    """
+    """Checks that a mixer gives its function no argument that would be ignored."""
     given = [key for key, value in keywords.items() if value is not None and value is not False]
     if given:
         raise UnsupportedAttentionError(

@@ -143,8 +143,6 @@ def check_model(
     """Accepts a model, or says why not.
 
     Args:
-        model: a Transformers model, or a PEFT model around one.
-        kernel: the kernel to use, on `device`.
         given_batches: whether the program gives all batches. They hold whole documents, so any loss is allowed.
 
     Raises:

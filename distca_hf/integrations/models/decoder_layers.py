@@ -153,9 +153,6 @@ def layer_masks_of(model: nn.Module) -> LayerMasks:
     """Returns the masks of a model, each with the number of its layers: full causal layers first, then windows from
     the shortest on.
 
-    Args:
-        model: a Transformers model, or a PEFT model around one.
-
     Raises:
         UnsupportedAttentionError: a window holds no token.
     """
@@ -220,10 +217,8 @@ class DecoderLayerKind:
     Attributes:
         attends: whether it looks attention up by name, which lets distca compute it.
         heads: of its attention; None without attention, or if they cannot be read.
-        mask: keys that a token sees.
         softcap: of its scores; 0 for none.
         sinks: whether rows of its softmax have one more term.
-        latent: whether it is multi-head latent attention.
         mixer: class of the part that carries a state from token to token; empty without one.
         whole_documents: whether its state cannot travel, and documents must stay whole on a rank.
         refused: its type, or a description, if it mixes tokens in an unsupported way; otherwise empty.

@@ -20,9 +20,7 @@ class DocumentRows:
     This is not a tuple, mapping or dataclass: wrappers look into those in a model's arguments, and copy them.
 
     Args:
-        document_tokens: `[documents]` lengths.
         rows: `[tokens]` place of each token of these documents in the flattened batch; None: one after the other.
-        device: of the tokens.
     """
 
     def __init__(

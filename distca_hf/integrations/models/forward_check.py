@@ -71,9 +71,7 @@ class ForwardCheck:
 
     Attributes:
         layers: its attention layers by name, in the order of their numbers.
-        position_limits: longest documents that the model can take.
         towers: parts of a multimodal model outside its text part, by name.
-        masks: masks of its attention layers by name, as placement counts them.
         tiles: tiles of heads of every layer that has several; each makes an attention call.
         call_masks: masks of each layer's attention calls in a pass that runs it once.
         num_calls: attention calls of every pass; None before the first one.
@@ -104,11 +102,7 @@ class ForwardCheck:
         self.num_calls = self.calls_before = self._module_facts = self._state = None
 
     def pass_layers(self, regions: Regions) -> PassLayers:
-        """Returns the layers of the next pass, by their calls.
-
-        Args:
-            regions: see `PassLayers`.
-        """
+        """Returns the layers of the next pass, by their calls."""
         known, known_calls = self._pass_layers
         if known is None or known.regions is not regions or known_calls != self.num_calls:
             known = self._pass_layers_of(regions)
@@ -185,11 +179,7 @@ class ForwardCheck:
 
     def images_wait(self, trains: bool) -> bool:
         """Returns whether a rank with images waits for ranks without images: for weights of its towers, or for their
-        gradients. Call it after the model was wrapped.
-
-        Args:
-            trains: whether backward follows.
-        """
+        gradients. Call it after the model was wrapped."""
         modules = [module for tower in self.towers.values() for module in tower.modules()]
         parts = [id(part) for of in modules for part in (*of._modules.values(), *of._parameters.values())]
         if parts != self._tower_parts:  # wrapping replaced modules, or weights
@@ -311,11 +301,7 @@ class ForwardCheck:
 
 
 def module_facts(model: nn.Module) -> dict[str, object]:
-    """Returns facts about modules and parameters. Call it once: reading all modules takes milliseconds.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one.
-    """
+    """Returns facts about modules and parameters. Call it once: reading all modules takes milliseconds."""
     inner = transformers_model(model)
     names = [(name, getattr(layer, "layer_idx", None)) for name, layer in attention_layers(inner).items()]
     # Without shapes of weights: sharding gives each rank a different part of them.

@@ -75,16 +75,8 @@ class ForwardWatch:
     """Watches the forward passes of a model, through hooks on its outermost module.
 
     Attributes:
-        context: settings and transports that its passes follow.
         planner: plans given batches; None before the first one.
-        position_limits: how long documents of the model may be.
-        flops: floating-point operations of the model; None if unknown.
-        report: logs lines about the training.
-        reported_steps: writes traces of reported passes.
         attention_dtype: dtype of attention in the latest batch with a plan; None before the first one.
-        loss: decides whether head and loss run on placed rows.
-        reader: reads the documents of batches.
-        towers: lets ranks compute images of others.
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:

@@ -254,11 +254,7 @@ class TiledAttention(TiledForward):
             )
 
     def _parts(self, sums_gradient: bool) -> list[nn.Module]:
-        """Returns the module once for each tile, with rows of its heads.
-
-        Args:
-            sums_gradient: whether to sum gradients of the input.
-        """
+        """Returns the module once for each tile, with rows of its heads."""
         module = self.module
         kv_heads = heads_of_tiles(_kv_heads(module), self.most)
 
@@ -318,11 +314,7 @@ def _rows_of(projection: Any, rows: list[int]) -> list[Callable[..., Any]]:
 
 
 class _SummedGradient:
-    """Sum of an input's gradients of all projections in all tiles, in fp32 at least.
-
-    Args:
-        parts: number of these gradients.
-    """
+    """Sum of an input's gradients of all projections in all tiles, in fp32 at least."""
 
     def __init__(self, parts: int) -> None:
         self._parts = self._missing = parts

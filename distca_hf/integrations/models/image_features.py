@@ -204,7 +204,6 @@ def compute_features(
     """Returns the features of images; None without images.
 
     Args:
-        settings: further arguments of the tower.
         pixels: patches or whole images.
         sizes: `[images, 3]` as in `BatchImages`.
     """

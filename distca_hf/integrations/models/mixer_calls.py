@@ -35,11 +35,7 @@ NOT_CARRIED = frozenset({MASK, "seq_idx"})
 @lru_cache(maxsize=256)
 def keeps_keywords(forward: Callable[..., Any], mixer: str) -> bool:
     """Returns whether a layer does not pass further keywords on to its mixer, according to the source of its forward
-    function; False without a source.
-
-    Args:
-        mixer: name of the layer's attribute.
-    """
+    function; False without a source."""
     calls_it = re.search(rf"self\.{mixer}\((?:[^()]|\([^()]*\))*\)", source_of(forward))
     return calls_it is not None and "**" not in calls_it.group()
 
@@ -98,7 +94,6 @@ class Apart:
     """The forward function of a mixer, in which documents do not see each other.
 
     Attributes:
-        name: of the mixer.
         documents: rows of the layer's latest call; None if every row of the batch is a document.
         mixed: rows of the mixer's latest call, which may be a recomputation.
         before: the forward function that was set on the module before; None if it had only its class's.

@@ -64,11 +64,7 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def needs_whole_documents(model: nn.Module) -> bool:
     """Returns whether a model has attention and mixers whose states cannot travel. A model without attention is
-    refused elsewhere.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one.
-    """
+    refused elsewhere."""
     inner = transformers_model(model)
     mixers = mixers_of(inner)
     return bool(attention_layers(inner) and mixers) and not all(map(carries, mixers.values()))
@@ -124,7 +120,6 @@ class MixerWatch:
         lengths: returns lengths of the documents of a batch, and checks them.
         carry: whether there are mixers, and the states of all of them travel.
         need_whole: whether there are mixers that need whole documents.
-        halo_tokens: see `halo_tokens_for`.
     """
 
     def __init__(self, model: PreTrainedModel, accepts_use_cache: bool) -> None:

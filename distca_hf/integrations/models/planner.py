@@ -122,11 +122,7 @@ def _shape(parameter: nn.Parameter) -> Sequence[int]:
 
 def shares_of_experts(model: nn.Module) -> dict[str, float | None]:
     """Returns which part of its weights a token uses, for every module of experts by its name; None if unknown. Layers
-    may have different numbers of experts, and of experts that a token uses.
-
-    Args:
-        model: on any device, including torch's meta device.
-    """
+    may have different numbers of experts, and of experts that a token uses."""
     modules, shares = dict(model.named_modules()), dict[str, float | None]()
     for name, module in modules.items():
         stacked = {_shape(weight)[0] for weight in module.parameters(recurse=False) if len(_shape(weight)) == 3}
@@ -159,7 +155,6 @@ def planner_for(
 
     Args:
         model: None for any model with full causal attention, whose heads are not divided.
-        extra_ranks, step_shape: see `PlacedPlanner`.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
@@ -186,8 +181,6 @@ def reading_for(model: nn.Module | None, unlearnt_token: int | None = None, in_s
     """Returns what to read from rows for batches of a model.
 
     Args:
-        model: None for any model.
-        unlearnt_token: a token that is never a label.
         in_stages: whether pipeline stages run the model; they pass only tokens.
     """
     if model is None:

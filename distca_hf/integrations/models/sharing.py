@@ -51,9 +51,6 @@ FORWARDS = ("forward", "get_image_features", "get_video_features", "get_placehol
 class Sharing:
     """Decides whether documents of a model's batches may share prefixes.
 
-    Args:
-        mixers: layers of the model that carry a state.
-
     Attributes:
         has_paid: whether an earlier batch of one rank shared enough. Then batches are read ahead.
         following: readings of the batches that are known when a step begins.
@@ -111,10 +108,6 @@ class Sharing:
 
         Reading a batch without a reading waits for the device. So until a batch has paid, this happens only in passes
         1, 2, 4, 8 ..., and never only to log why nothing is shared.
-
-        Args:
-            reader: reads a batch without a reading.
-            returning: what the pass returns.
         """
         self._passes += 1
         refusal = (

@@ -48,7 +48,6 @@ class TowerBorders:
     """A hook on the backbone of one model. It does nothing in a pass whose images stay.
 
     Attributes:
-        towers: what is known of the model's towers.
         imbalance: largest over mean work of ranks' towers in the latest batch whose images may move, before and after
             they moved.
     """
@@ -194,11 +193,7 @@ def _exchange_pixels(
     device: torch.device,
     where: str,
 ) -> torch.Tensor:
-    """Returns `[rows, ...]` pixels of the images that this rank computes. A collective call.
-
-    Args:
-        rows: see `ImagePlan.pixels`.
-    """
+    """Returns `[rows, ...]` pixels of the images that this rank computes. A collective call."""
     values = [x for media in (IMAGES, VIDEOS) if (x := given.get(media.values)) is not None and x.numel()]
     if not values:
         pixels = torch.empty((0, *form.room), dtype=form.dtype, device=device)

@@ -266,9 +266,6 @@ def divide_again(model: nn.Module) -> bool:
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     """Checks when a training begins that an optimizer holds the weights to which FSDP2 gives gradients.
 
-    Args:
-        optimizer: of Trainer, wrapped by Accelerate or not.
-
     Raises:
         ConfigError: it holds other weights; says how many, and what to do.
     """

@@ -51,11 +51,7 @@ ARGUMENTS = (
 
 
 class Attachment:
-    """Makes changes to one Trainer, and undoes them.
-
-    Attributes:
-        is_training: whether the Trainer is training.
-    """
+    """Makes changes to one Trainer, and undoes them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -50,11 +50,7 @@ OF_LOSS = (
 
 
 class ReadAhead:
-    """Reads the batches of one Trainer's steps.
-
-    Args:
-        replace: sets an attribute of an object in a way that can be undone.
-    """
+    """Reads the batches of one Trainer's steps."""
 
     def __init__(self, trainer: Trainer, model: nn.Module, replace: Callable[[object, str, object], None]) -> None:
         self._model = model

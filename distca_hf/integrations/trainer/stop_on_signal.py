@@ -50,9 +50,6 @@ class LeaveOnSignal(TrainerCallback):
     not run on the main thread. A second Ctrl-C ends training immediately, without a checkpoint.
 
     Workers of data loaders that start from now on survive both signals (see `patches.data_workers`).
-
-    Args:
-        transport_of: the transport for a device, whose agreements carry the signal.
     """
 
     def __init__(self, transport_of: Callable[[torch.device], Transport]) -> None:

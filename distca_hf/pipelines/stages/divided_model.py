@@ -52,7 +52,6 @@ class LayerStack:
     Attributes:
         before: embeddings, and everything up to the first layer; the first stage runs them.
         layers: the list of layers.
-        num_layers: its length.
         after: the last norm and the head; the last stage runs them.
     """
 
@@ -171,18 +170,12 @@ class ModelPart(nn.Module):
 
     Args:
         model: enabled; modules of other parts pass their input on.
-        layers: its layers.
-        number: of the part.
-        pipeline: to which the part belongs.
         rows: tokens of a micro-batch on this rank, including padding; torch needs one shape for all.
         autocast_dtype: in which layers compute; None: the dtype of their weights.
         hidden_dtype: of hidden states that stages send; None: the dtype of the weights.
 
     Attributes:
-        layers: the model's layers that are in this part.
         chunk: number of the part on its stage.
-        is_first, is_last: whether it has the embeddings, the head.
-        hidden_dtype: of hidden states that stages send.
         checks_schedule: whether the next call checks the schedule that makes it.
     """
 

@@ -40,9 +40,6 @@ class TrainingState:
     """The state of a training on this rank.
 
     Args:
-        parts: of this rank.
-        optimizer: of their weights.
-        grid: of all ranks.
         device: of the training; a GPU has its own random numbers.
         others: objects whose states are saved, too, by name.
 
