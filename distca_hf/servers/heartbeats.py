@@ -6,7 +6,7 @@
 
 Both sides do this in a thread, over a separate connection to the launcher's store. So a hanging training step or
 exchange delays no beat, and the thread of the step makes no requests. A server is identified by its number and its
-restarts. The process that replaces a lost one has one more restart, and joins the next membership (`LiveServers`).
+restarts. The process that replaces a lost one has one more restart, and joins the next membership (`Watch.starts`).
 Marks in its stream show the progress of a GPU (`StreamProgress`).
 """
 
@@ -144,6 +144,7 @@ class Watch(MembershipWatch):
         self._limit_seconds = limit_seconds
         self._keys = [_beat(server) for server in range(num_servers)]
         self._last = [LastBeat() for _ in self._keys]
+        self.losses = LostServers()
         self._looked: float | None = None
 
     def restarts(self, server: int) -> int | None:
@@ -179,18 +180,14 @@ class Watch(MembershipWatch):
                 last.silent_seconds += passed_seconds
         return True
 
-
-class LiveServers:
-    """Live servers of the job, according to the heartbeats and losses that this trainer has seen."""
-
-    def __init__(self, watch: Watch, count: int) -> None:
-        self._watch, self._count, self.losses = watch, count, LostServers()
-
     def starts(self, hang: Sequence[int] = ()) -> list[int]:
         """Returns the starts of each server: its restarts plus 1; 0 if it hangs, is lost, or was lost too often."""
-        seen = enumerate(map(self._watch.restarts, range(self._count)))
-        out = {*hang, *filter(self.losses.is_excluded, range(self._count))}
-        return [0 if start is None or server in out else start + 1 for server, start in seen]
+        servers = range(len(self._keys))
+        out = {*hang, *filter(self.losses.is_excluded, servers)}
+        return [
+            0 if start is None or server in out else start + 1
+            for server, start in enumerate(map(self.restarts, servers))
+        ]
 
     def wait_for_all(self, rank: int, patience_seconds: float) -> None:
         """Waits until all servers have a heartbeat.
@@ -205,7 +202,7 @@ class LiveServers:
         if silent:
             raise PeerLostError(
                 f"rank {rank} waited {patience_seconds:g} s (timeouts.agreement_seconds) for attention server "
-                f"{', '.join(silent)} of {self._count}, and found no heartbeat; look at its own messages"
+                f"{', '.join(silent)} of {len(self._keys)}, and found no heartbeat; look at its own messages"
             )
 
     def wait_for_a_loss(self, members: Sequence[Member], patience_seconds: float) -> None:
@@ -220,8 +217,8 @@ class LiveServers:
     def lost_of(self, members: Sequence[Member]) -> str | None:
         """Returns a message about a lost member; None if there is none."""
         for server, restarts in members:
-            if self._watch.restarts(server) != restarts:
-                name, seconds = self.losses.name_of(server), self._watch.silent_seconds(server)
+            if self.restarts(server) != restarts:
+                name, seconds = self.losses.name_of(server), self.silent_seconds(server)
                 return f"{name} is lost: its last heartbeat is {seconds:.1f} s old"
         return None
 

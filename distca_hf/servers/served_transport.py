@@ -26,7 +26,7 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.plan import ExtraRanks
-from distca_hf.servers.heartbeats import LiveServers, StreamProgress, Watch
+from distca_hf.servers.heartbeats import StreamProgress, Watch
 from distca_hf.servers.job_store import open_store
 from distca_hf.servers.memberships import (
     Member,
@@ -92,7 +92,6 @@ class ServedTransport:
         self._store = open_store(patience_seconds)
         self._store.check_secret()
         self._watch = Watch(open_store(patience_seconds), all_servers.count, limit_seconds)
-        self._live = LiveServers(self._watch, all_servers.count)
         self._wires: MembershipTransport | None = None
         self._retired: list[MembershipTransport] = []
         self._outbox = Outbox(self._store, ())
@@ -103,8 +102,8 @@ class ServedTransport:
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self._end_here)
             self._watch.begin(self._look_at_exchanges)
-            self._live.wait_for_all(self.rank, patience_seconds)
-            rows = self.gather(self._live.starts(), "attention servers").wait()
+            self._watch.wait_for_all(self.rank, patience_seconds)
+            rows = self.gather(self._watch.starts(), "attention servers").wait()
             self._open(agreed([[1, *row] for row in rows]), patience_seconds)
             if_it_fails.pop_all()
 
@@ -194,13 +193,13 @@ class ServedTransport:
         if self._progress is not None:
             self._progress.note_rest()
         if self.failed is not None:
-            self._live.wait_for_a_loss(self.members, 2 * self._limit_seconds)
-        shown = [int(self.failed is None), *self._live.starts()]
+            self._watch.wait_for_a_loss(self.members, 2 * self._limit_seconds)
+        shown = [int(self.failed is None), *self._watch.starts()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
         self.in_step = False
         if counts:
-            self._live.losses.note_step(server for server, _ in self.members)
+            self._watch.losses.note_step(server for server, _ in self.members)
             self.extra_ranks = self.speeds.note([row[len(shown) :] for row in rows])
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
@@ -248,14 +247,14 @@ class ServedTransport:
         """Returns a message about a lost member; None if there is none."""
         if self._watch.is_abandoned(self.membership):
             return "another trainer lost an attention server"
-        return self._live.lost_of(self.members)
+        return self._watch.lost_of(self.members)
 
     def _open(self, members: tuple[Member, ...], patience_seconds: float) -> None:
         """Opens a membership, with fewer members if some do not come. A collective call of the trainers."""
         problem, earlier = "", self.members if self.membership else members
         for _ in range(OPENINGS):
             self._retire(members)
-            members = tuple(member for member in members if not self._live.losses.is_excluded(member.server))
+            members = tuple(member for member in members if not self._watch.losses.is_excluded(member.server))
             if not members and not self._all.trainers_attend:
                 raise PeerLostError(
                     f"rank {self.rank}: none of {self._all.count} attention servers is left, and "
@@ -273,7 +272,7 @@ class ServedTransport:
                 self._watch.abandon(self.membership, problem)  # servers that opened it in vain wait for this message
             here = membership_store(self._store, self.membership)
             hang = [] if good else [one.server for one in members if not one.has_answered(here)]
-            rows = self.gather([good, *self._live.starts(hang)], f"membership {self.membership}").wait()
+            rows = self.gather([good, *self._watch.starts(hang)], f"membership {self.membership}").wait()
             if all(row[0] for row in rows):
                 self.extra_ranks = self.speeds.begin_membership(members, here if self.rank == 0 else None)
                 for server, restarts in (member for member in members if member not in earlier):
@@ -293,7 +292,7 @@ class ServedTransport:
         self._outbox = Outbox(self._store, mine)
         self.order(Kind.OPEN)
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
-        self._live.losses.names |= names
+        self._watch.losses.names |= names
         return meet(
             here,
             self.rank,
@@ -311,7 +310,7 @@ class ServedTransport:
         """Leaves the present membership. Its group ends once none of its exchanges is under way."""
         for server, restarts in (member for member in self.members if member not in members):
             self.servers_lost += 1
-            self._live.losses.note(server, restarts)
+            self._watch.losses.note(server, restarts)
         self._watch.leave(self.membership)
         if self._wires is not None:
             self.order(Kind.CLOSE)
