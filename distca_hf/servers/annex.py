@@ -157,9 +157,7 @@ class RedoneSteps(TrainerCallback):
         attachment.replace(self._trainer, "training_step", self._training_step)
         attachment.add_callback(self, first=True)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, *event: object, **kwargs: object) -> None:
         """Forgets an unfinished step, which another callback has interrupted."""
         self._micro_batches.clear()
 

@@ -120,7 +120,6 @@ class DeltaRule(StateRule):
         self._heads, self._value_dim, self._key_dim = *rows[2].shape[2:], rows[1].shape[3]
 
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
-        """See `StateRule`."""
         return self._run(rows, **packed)[0]
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
@@ -139,11 +138,9 @@ class DeltaRule(StateRule):
         return Begun(outputs, torch.cat([add, times], dim=3).to(self.dtype), kept)
 
     def no_summaries(self) -> torch.Tensor:
-        """See `StateRule`."""
         return self._empty((self._heads, self._key_dim, self._value_dim + self._key_dim), *self.rows)
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """See `StateRule`."""
         add, times = summary.split((self._value_dim, self._key_dim), dim=-1)
         return add if state is None else add + times @ state
 
@@ -153,7 +150,6 @@ class DeltaRule(StateRule):
         return torch.baddbmm(out_HTV, read_HTK, state.to(output.dtype)).transpose(0, 1)[None]
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
-        """See `StateRule`."""
         return self._run_group(rows, last, states, output_final_state=False)[0]
 
     def _run_group(
@@ -203,12 +199,10 @@ class Scan(StateRule):
         self._heads, self._head_dim, self._state_dim = *rows[0].shape[2:], rows[2].shape[3]
 
     def outputs(self, rows: Tensors, **more: Any) -> Any:
-        """See `StateRule`."""
         x, dt, B, C = rows
         return self._function(x, dt, self._A, B, C, D=self._D, **self._step_options, **more)
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
-        """See `StateRule`."""
         bias, (least, most) = self._step_options["dt_bias"], self._step_options["dt_limit"]
         step_1TH = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
         step_1TH = functional.softplus(step_1TH) if self._step_options["dt_softplus"] else step_1TH
@@ -223,12 +217,10 @@ class Scan(StateRule):
         return Begun(outputs, torch.cat([states, factors[..., None]], dim=2), kept)
 
     def no_summaries(self) -> torch.Tensor:
-        """See `StateRule`."""
         shape = self._heads, self._head_dim * self._state_dim + 1
         return self._empty(shape, *self.rows, self._A, self._D, self._step_options["dt_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """See `StateRule`."""
         add = summary[..., :-1].unflatten(-1, (self._head_dim, self._state_dim))
         return add if state is None else torch.addcmul(add, summary[..., -1:, None], state)
 
@@ -240,7 +232,6 @@ class Scan(StateRule):
         return (output + sum_1TH.exp()[..., None] * more_THP).to(output.dtype)
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
-        """See `StateRule`."""
         return _in_batches(lambda part, before: self.outputs(part, initial_states=before), rows, states, last)
 
 
@@ -269,7 +260,6 @@ class SelectiveScan(StateRule):
         self._heads = math.gcd(len(A), MOST_HEADS)
 
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
-        """See `StateRule`."""
         x, dt, B, C, *z = (one.transpose(1, 2) for one in rows)
         output: torch.Tensor = self._function(
             x, dt, self._A, B, C, D=self._D, z=z[0] if z else None, **self._step_options, **packed
@@ -277,7 +267,6 @@ class SelectiveScan(StateRule):
         return output.transpose(1, 2)
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
-        """See `StateRule`."""
         parts = list(_each(rows, held.followed))
         made = [self._run(part, reads_state=True) for part in parts]
         add = torch.cat([state for _, state in made])
@@ -326,13 +315,11 @@ class SelectiveScan(StateRule):
             return output_NTC, ended_NSC.transpose(1, 2)
 
     def no_summaries(self) -> torch.Tensor:
-        """See `StateRule`."""
         channels, state_dim = self._A.shape
         shape = self._heads, channels // self._heads, 2 * state_dim
         return self._empty(shape, *self.rows, self._A, self._D, self._step_options["delta_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """See `StateRule`."""
         add, times = summary.chunk(2, dim=-1)
         return add if state is None else torch.addcmul(add, times, state)
 
@@ -342,7 +329,6 @@ class SelectiveScan(StateRule):
         return (output + more).to(output.dtype)
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
-        """See `StateRule`."""
         states_FCS, dtype = states.flatten(1, 2), rows[0].dtype
         return _in_batches(lambda part, before: self._run(part, before)[0].to(dtype), rows, states_FCS, last)
 

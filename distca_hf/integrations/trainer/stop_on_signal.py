@@ -167,9 +167,7 @@ class LeaveOnSignal(TrainerCallback):
             self._announce(args, state, "leaving an evaluation before the first step")
         trainer.callback_handler.on_train_end(args, state, control)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_evaluate(self, *event: object, **kwargs: object) -> None:
         """Lets ranks agree at the first batch of the next evaluation: its batches may take a different time."""
         self._agree_at, self._stride, self._agreed = self._batches + 1, 1, time.monotonic()
 
