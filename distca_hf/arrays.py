@@ -129,12 +129,9 @@ def ceil_div(dividend: Integers, divisor: int) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class IndexRanges:
-    """Ranges of integers in order. Range i is `start, start + stride, ...`, `length` numbers.
+    """Ranges of integers in order. Range i is `start, start + stride, ...`, `length` numbers."""
 
-    Attributes:
-        starts, lengths, strides: `[ranges]` int64.
-    """
-
+    # `[ranges]` int64.
     starts: IntArray
     lengths: IntArray
     strides: IntArray

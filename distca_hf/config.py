@@ -39,13 +39,9 @@ Metrics = Literal["basic", "all"]
 
 
 class _Default:
-    """Makes the default of a setting, which a recipe or the environment may override.
+    """Makes the default of a setting, which a recipe or the environment may override."""
 
-    Attributes:
-        name: name of the setting; in a group `group.field`.
-    """
-
-    name: str
+    name: str  # name of the setting; in a group `group.field`
 
     def __init__(self, default: object) -> None:
         self._default = default

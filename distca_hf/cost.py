@@ -61,16 +61,14 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
 class Mask:
     """The keys that a query attends: its own and earlier ones of its document, all of them or those in a window.
 
-    Attributes:
-        window_tokens: most keys that a query attends, including its own; None for the whole causal prefix.
-        chunked: whether documents are divided into chunks of `window_tokens`, and a query attends only within its
-            chunk (Llama 4). Otherwise the window slides.
-
     Raises:
         ConfigError: the window is below 1, or chunks have no length.
     """
 
+    # Most keys that a query attends, including its own; None for the whole causal prefix.
     window_tokens: int | None = None
+    # Whether documents are divided into chunks of `window_tokens`, and a query attends only within its chunk (Llama
+    # 4). Otherwise the window slides.
     chunked: bool = False
 
     def __post_init__(self) -> None:
@@ -220,14 +218,11 @@ class Cost:
 
     One full layer to five with a window of 1024 tokens is `Cost(((Mask(), 1), (Mask(1024), 5)))`.
 
-    Attributes:
-        layers: each mask with the number of layers that have it, or their weight.
-
     Raises:
         ConfigError: layers are missing, or fewer than 1 of a mask.
     """
 
-    layers: LayerMasks = CAUSAL_LAYERS
+    layers: LayerMasks = CAUSAL_LAYERS  # each mask with the number of layers that have it, or their weight
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -273,20 +268,13 @@ def imbalance(work: Sequence[float] | IntArray, speeds: Sequence[float] = ()) ->
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one layer's attention.
-
-    Attributes:
-        key_value: heads of keys and values; several query heads may share one.
-        dim: numbers of one head of a query or key.
-        value_dim: numbers of one head of a value or output.
-        groups: groups into which plans divide the heads.
-    """
+    """Heads of one layer's attention."""
 
     query: int
-    key_value: int
-    dim: int
-    value_dim: int
-    groups: int
+    key_value: int  # heads of keys and values; several query heads may share one
+    dim: int  # numbers of one head of a query or key
+    value_dim: int  # numbers of one head of a value or output
+    groups: int  # groups into which plans divide the heads
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:

@@ -33,19 +33,13 @@ NO_STORE = (
 
 @dataclass(frozen=True)
 class Role:
-    """The role of one process.
+    """The role of one process."""
 
-    Attributes:
-        is_server: whether it is an attention server; otherwise it trains.
-        number: its rank among trainers, or its number among servers; both are counted by node, then by local rank.
-        trainers_per_node: trainers of every node that has any.
-    """
-
-    is_server: bool
-    number: int
+    is_server: bool  # whether it is an attention server; otherwise it trains
+    number: int  # its rank among trainers, or its number among servers; both are counted by node, then by local rank
     num_trainers: int
     num_servers: int
-    trainers_per_node: int
+    trainers_per_node: int  # trainers of every node that has any
     servers_of_nodes: tuple[int, ...]
 
     def environment(self) -> dict[str, str]:

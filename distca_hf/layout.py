@@ -68,16 +68,13 @@ class Topology:
     """Ranks in the order of their nodes; the last node may have fewer ranks. Ranks without tokens come last, on any
     nodes.
 
-    Attributes:
-        ranks_per_node: ranks with tokens that share a node.
-        extra_nodes: node of each rank without tokens; nodes that have only these are numbered after all others.
-
     Raises:
         ConfigError: a number is below 1, or a node below 0.
     """
 
     num_ranks: int
-    ranks_per_node: int
+    ranks_per_node: int  # ranks with tokens that share a node
+    # Node of each rank without tokens; nodes that have only these are numbered after all others.
     extra_nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -136,25 +133,17 @@ class Stripe:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Segments of all ranks. All arrays are int64 and never change.
+    """Segments of all ranks. All arrays are int64 and never change."""
 
-    Attributes:
-        document_tokens: `[documents]` tokens of each document of the global micro-batch.
-        segment_document, segment_start, segment_stop: `[segments]` ranges of tokens, grouped by rank, in row order.
-        rank_segments: `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`.
-        rank_rows: `[ranks]` rows of each rank, including padding.
-        stripes: parts of documents whose heads are divided.
-        shared: prefixes of documents that others hold; None if there are none.
-    """
-
-    document_tokens: IntArray
+    document_tokens: IntArray  # `[documents]` tokens of each document of the global micro-batch
+    # `[segments]` ranges of tokens, grouped by rank, in row order.
     segment_document: IntArray
     segment_start: IntArray
     segment_stop: IntArray
-    rank_segments: IntArray
-    rank_rows: IntArray
-    stripes: tuple[Stripe, ...] = ()
-    shared: SharedPrefixes | None = None
+    rank_segments: IntArray  # `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`
+    rank_rows: IntArray  # `[ranks]` rows of each rank, including padding
+    stripes: tuple[Stripe, ...] = ()  # parts of documents whose heads are divided
+    shared: SharedPrefixes | None = None  # prefixes of documents that others hold; None if there are none
 
     @classmethod
     def from_segments(

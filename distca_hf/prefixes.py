@@ -89,20 +89,15 @@ Span = tuple[int, int, int]  # document that holds the rows, start, stop
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Which documents hold the rows of others. All arrays are int64.
+    """Which documents hold the rows of others. All arrays are int64."""
 
-    Attributes:
-        holder, start, stop: `[spans]` tokens [start, stop) of a document are rows of `holder`. Spans cover a document
-            in order, and it holds the last one itself.
-        document_spans: `[documents + 1]` document d has spans `document_spans[d]` to `document_spans[d + 1]`.
-        order: `[documents]` all documents; documents with a common prefix follow each other.
-    """
-
+    # `[spans]` tokens [start, stop) of a document are rows of `holder`. Spans cover a document in order, and it holds
+    # the last one itself.
     holder: IntArray
     start: IntArray
     stop: IntArray
-    document_spans: IntArray
-    order: IntArray
+    document_spans: IntArray  # `[documents + 1]` document d has spans `document_spans[d]` to `document_spans[d + 1]`
+    order: IntArray  # `[documents]` all documents; documents with a common prefix follow each other
 
     @classmethod
     def of_spans(cls, spans: Sequence[Sequence[Span]], order: Sequence[int] | IntArray) -> Self:

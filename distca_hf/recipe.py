@@ -38,15 +38,11 @@ PACKAGE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Shipped:
-    """One kind of shipped files.
-
-    Attributes:
-        endings: file name endings; a file is found by its name without the ending.
-    """
+    """One kind of shipped files."""
 
     kind: str
     place: str
-    endings: tuple[str, ...]
+    endings: tuple[str, ...]  # file name endings; a file is found by its name without the ending
 
     def folder(self) -> Path:
         """Returns the folder of the files: inside the installed package, or next to it in a checkout.

@@ -57,18 +57,12 @@ MODULE = ("-m", "distca_hf.run")
 
 
 class Command(NamedTuple):
-    """A parsed command line.
-
-    Attributes:
-        program: the script's file, or the name of a module.
-        arguments: the line's arguments for the program, which follow the recipe's.
-        attaches: whether every Trainer of the program is attached.
-    """
+    """A parsed command line."""
 
     recipe: Recipe
-    program: Path | str
-    arguments: list[str]
-    attaches: bool
+    program: Path | str  # the script's file, or the name of a module
+    arguments: list[str]  # the line's arguments for the program, which follow the recipe's
+    attaches: bool  # whether every Trainer of the program is attached
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -46,16 +46,13 @@ class TraceFile:
     Args:
         folder: of the traces of all ranks; empty: `distca_report` in the output folder of a Trainer, or in the working
             directory.
-
-    Attributes:
-        step: optimizer step that a Trainer is in, from 1; None without one.
     """
 
     def __init__(self, folder: str) -> None:
         self._given, self._output_folder = folder, ""
         self._path: Path | None = None
         self._failed = False
-        self.step: int | None = None
+        self.step: int | None = None  # optimizer step that a Trainer is in, from 1; None without one
 
     def follow_trainer(self, output_folder: str | None, step: int) -> None:
         """Notes that a Trainer with this output folder begins an optimizer step."""

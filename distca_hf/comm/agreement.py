@@ -112,17 +112,12 @@ NO_FACTS = Facts()
 
 @dataclass
 class Agreement:
-    """Facts under way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`.
-
-    Attributes:
-        facts: must be the same everywhere.
-        numbers: integers that may differ and are only passed on.
-    """
+    """Facts under way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`."""
 
     micro_batch: int
     scope: Scope
-    facts: Facts
-    numbers: Mapping[str, int]
+    facts: Facts  # must be the same everywhere
+    numbers: Mapping[str, int]  # integers that may differ and are only passed on
     transport: Transport
     gather: Gather
     _failure: DistCAError | None = field(default=None, init=False)

@@ -17,16 +17,13 @@ from distca_hf.torch_private import groups_of_fsdp1, running_objects, sharded_by
 
 
 class Averaged(NamedTuple):
-    """What averages gradients, and over which ranks of the job.
-
-    Attributes:
-        over: its groups of this rank. If there are two, the second connects equal shards, and both form a grid.
-        divides: whether the mesh of a weight, which may have other dimensions as well, may only divide the weight, as
-            tensor parallelism does; None for a wrapper.
-    """
+    """What averages gradients, and over which ranks of the job."""
 
     name: str
+    # Its groups of this rank. If there are two, the second connects equal shards, and both form a grid.
     over: Sequence[Sequence[int]]
+    # Whether the mesh of a weight, which may have other dimensions as well, may only divide the weight, as tensor
+    # parallelism does; None for a wrapper.
     divides: bool | None = None
 
     def is_right(self, members: Members) -> bool:

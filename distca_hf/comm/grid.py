@@ -38,12 +38,9 @@ class Grid:
     """Ranks of a group as [stages, data, tensor], and the place of this process among them.
 
     All ranks of one data rank hold the same tokens. Rows of documents travel only along data.
-
-    Attributes:
-        ranks: numbers in the job, in the order of [stages, data, tensor].
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # numbers in the job, in the order of [stages, data, tensor]
     shape: tuple[int, int, int]
     rank: int
 

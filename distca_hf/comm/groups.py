@@ -45,12 +45,9 @@ class Members:
 
     Every rank of a group holds tokens. Ranks without tokens are not in the group: they only compute, and are numbered
     after the ranks that share documents.
-
-    Attributes:
-        job: ranks that were launched together, without ranks that hold no tokens.
     """
 
-    job: Sequence[int]
+    job: Sequence[int]  # ranks that were launched together, without ranks that hold no tokens
     grid: Grid
     num_extra: int = 0
 

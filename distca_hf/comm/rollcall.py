@@ -62,11 +62,6 @@ class RollCall:
         ranks: of the group, as they are numbered in the job.
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
         names: of ranks in messages, if they are not just their numbers.
-
-    Attributes:
-        places: returns texts for the places of ranks that have come no further for some seconds, with a number that
-            grows as long as the process runs; raises RuntimeError if the store is gone.
-        in_vain: says which ranks wait for each other at different places, once they were found.
     """
 
     def __init__(
@@ -84,7 +79,10 @@ class RollCall:
         self._names = names or {}
         self._hook: Announcement | None = None
         self._has_left = False
+        # Returns texts for the places of ranks that have come no further for some seconds, with a number that grows as
+        # long as the process runs; raises RuntimeError if the store is gone.
         self.places: Callable[[], Mapping[int, tuple[str, int]]] = dict
+        # Says which ranks wait for each other at different places, once they were found.
         self.in_vain: str | None = None
 
     def leave(self, words: str) -> None:

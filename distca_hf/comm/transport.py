@@ -29,22 +29,15 @@ REMEMBERED_EXCHANGES = 64
 
 @dataclass(eq=False, slots=True)
 class AllToAll:
-    """Rows to exchange, unevenly, between all ranks of a scope.
+    """Rows to exchange, unevenly, between all ranks of a scope."""
 
-    Attributes:
-        rows: `[sum(send_counts), ...]` contiguous, grouped by destination.
-        send_counts, receive_counts: `[ranks]` rows to and from each rank.
-        where: step, layer and phase, for messages.
-        into: `[sum(receive_counts), ...]` contiguous, receives the rows; None for new memory.
-        scope: ranks that share documents, or tensor ranks, whose rows hardly ever leave a node.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # `[sum(send_counts), ...]` contiguous, grouped by destination
+    # `[ranks]` rows to and from each rank.
     send_counts: list[int]
     receive_counts: list[int]
-    where: str
-    into: torch.Tensor | None = None
-    scope: Scope = Scope.ROWS
+    where: str  # step, layer and phase, for messages
+    into: torch.Tensor | None = None  # `[sum(receive_counts), ...]` contiguous, receives the rows; None for new memory
+    scope: Scope = Scope.ROWS  # ranks that share documents, or tensor ranks, whose rows hardly ever leave a node
 
     @property
     def row_bytes(self) -> int:
@@ -171,12 +164,9 @@ class Gather(Protocol):
 
 
 class Transport(Protocol):
-    """Moves rows and integers between ranks.
+    """Moves rows and integers between ranks."""
 
-    Attributes:
-        rank, world_size: number of this rank among the ranks that share documents, and their count.
-    """
-
+    # Number of this rank among the ranks that share documents, and their count.
     rank: int
     world_size: int
     grid: Grid

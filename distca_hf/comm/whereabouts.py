@@ -56,20 +56,15 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """The place that a rank has reached.
-
-    Attributes:
-        moments: counts of calls around the latest gathers, and now.
-        waits: function of torch in which it seems to wait for a collective of other code; empty if it computes, or
-            waits for a call of the transport.
-        on_gpu: whether the GPU waits for these collectives, while the host goes on.
-        look: number of the look that found this. If it grows, the process runs.
-    """
+    """The place that a rank has reached."""
 
     text: str
-    moments: list[list[int]]
+    moments: list[list[int]]  # counts of calls around the latest gathers, and now
+    # Function of torch in which it seems to wait for a collective of other code; empty if it computes, or waits for a
+    # call of the transport.
     waits: str
-    on_gpu: bool
+    on_gpu: bool  # whether the GPU waits for these collectives, while the host goes on
+    # Number of the look that found this. If it grows, the process runs.
     look: int
 
     @property
@@ -146,10 +141,6 @@ class Whereabouts(Repeated):
         name: of the transport; the same on all ranks.
         ranks: that run the same program, this one among them.
         count: returns the exchanges of the transport and the collectives of other code that were started so far.
-
-    Attributes:
-        waits_for: place of a call that this rank has waited for, for a while; None if there is none.
-        in_vain: says which ranks wait for each other, once they are found.
     """
 
     def __init__(
@@ -164,8 +155,9 @@ class Whereabouts(Repeated):
         on_gpu: bool,
     ) -> None:
         super().__init__("distca-whereabouts", LOOK_SECONDS, self.look)
+        # Place of a call that this rank has waited for, for a while; None if there is none.
         self.waits_for: str | None = None
-        self.in_vain: str | None = None
+        self.in_vain: str | None = None  # says which ranks wait for each other, once they are found
         self._store = PrefixStore(f"distca_hf/whereabouts/{name}", store)
         self._rank, self._keys, self._labels = rank, {one: f"at/{one}" for one in ranks}, labels
         self._count, self._place, self._on_gpu = count, place, on_gpu

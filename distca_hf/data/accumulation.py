@@ -30,15 +30,10 @@ from distca_hf.placement.whole import place_whole, surplus_work
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """Documents of one micro-step.
+    """Documents of one micro-step."""
 
-    Attributes:
-        documents: `[documents]` their numbers.
-        layout: their placement, with equal work on all ranks; None if no placement was tried.
-    """
-
-    documents: IntArray
-    layout: Layout | None = None
+    documents: IntArray  # `[documents]` their numbers
+    layout: Layout | None = None  # their placement, with equal work on all ranks; None if no placement was tried
 
 
 class SteppedEpoch(ABC):

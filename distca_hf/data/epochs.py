@@ -52,20 +52,15 @@ class ResumedEpoch:
     Trainer finds its place by the number of steps that it has made. After a change of the size of micro-batches or
     steps, that is another place in the data. Here all counts follow from the rest of the epoch. With unchanged sizes,
     every count is the same as Trainer's own in an uninterrupted run.
-
-    Attributes:
-        steps_done: steps that the trained part of the epoch amounts to, rounded down. If rounded up, a run of half an
-            epoch could end before its share was trained.
-        micro_batches_left: micro-batches to train in this epoch; at least one.
-        micro_batches_per_epoch: micro-batches of every later epoch.
-        accumulation_steps: micro-batches of an optimizer step; the last step of an epoch may have fewer.
     """
 
     number: int
+    # Steps that the trained part of the epoch amounts to, rounded down. If rounded up, a run of half an epoch could
+    # end before its share was trained.
     steps_done: int
-    micro_batches_left: int
-    micro_batches_per_epoch: int
-    accumulation_steps: int
+    micro_batches_left: int  # micro-batches to train in this epoch; at least one
+    micro_batches_per_epoch: int  # micro-batches of every later epoch
+    accumulation_steps: int  # micro-batches of an optimizer step; the last step of an epoch may have fewer
 
     @property
     def steps_left(self) -> int:

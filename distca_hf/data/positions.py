@@ -31,21 +31,17 @@ FIRST_FACTOR, SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049B
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Fields of a saved position, except those that identify the dataset.
-
-    Attributes:
-        epoch, micro_batch, taken, steps_from: see `Cursor`.
-        pipeline: stages and chunks; empty without a pipeline.
-    """
+    """Fields of a saved position, except those that identify the dataset."""
 
     capacity_tokens: int
     num_ranks: int
     micro_steps: int
+    # See `Cursor`.
     epoch: int
     micro_batch: int
     taken: tuple[tuple[int, int], ...]
     steps_from: int
-    pipeline: tuple[int, ...]
+    pipeline: tuple[int, ...]  # stages and chunks; empty without a pipeline
 
     @classmethod
     def read(cls, state: Mapping[str, Any], identity: Mapping[str, object], longest_tokens: int) -> "SavedPosition":

@@ -54,31 +54,21 @@ class StreamDocument:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of a part of the stream.
+    """State of a part of the stream."""
 
-    Attributes:
-        documents, rows: read before, in this pass.
-        state: JSON; empty at the beginning.
-    """
-
+    # Read before, in this pass.
     documents: int = 0
     rows: int = 0
-    state: str = ""
+    state: str = ""  # JSON; empty at the beginning
 
 
 @dataclass(frozen=True)
 class ReaderPosition:
-    """The position of a reader: a snapshot, and what it has read.
+    """The position of a reader: a snapshot, and what it has read."""
 
-    Attributes:
-        snapshot: the latest one before all documents that are still needed.
-        documents: read in this pass; those since the snapshot are read again.
-        has_ended: whether there are no more.
-    """
-
-    snapshot: Snapshot = Snapshot()
-    documents: int = 0
-    has_ended: bool = False
+    snapshot: Snapshot = Snapshot()  # the latest one before all documents that are still needed
+    documents: int = 0  # read in this pass; those since the snapshot are read again
+    has_ended: bool = False  # whether there are no more
 
 
 class StreamReader:

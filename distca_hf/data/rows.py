@@ -78,21 +78,15 @@ Draws = Mapping[int, Values]
 
 @dataclass(frozen=True)
 class Reading:
-    """What to read from rows for one model, as its Trainer or loop would.
+    """What to read from rows for one model, as its Trainer or loop would."""
 
-    Attributes:
-        only: columns to look at; None: all that the dataset shows.
-        inputs: names of the arguments of the model's forward pass; None if no model is known.
-        vocabulary_tokens: tokens that the model has embeddings for; None if no model is known.
-        unlearnt_token: a token that is never a label; None if all may be.
-        refused: columns that would change the loss, with what to do about them.
-    """
-
-    only: frozenset[str] | None = None
+    only: frozenset[str] | None = None  # columns to look at; None: all that the dataset shows
     masks: Literal["always", "without labels", "never"] = "always"
+    # Names of the arguments of the model's forward pass; None if no model is known.
     inputs: frozenset[str] | None = None
-    vocabulary_tokens: int | None = None
-    unlearnt_token: int | None = None
+    vocabulary_tokens: int | None = None  # tokens that the model has embeddings for; None if no model is known
+    unlearnt_token: int | None = None  # a token that is never a label; None if all may be
+    # Columns that would change the loss, with what to do about them.
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def looks_at(self, name: str, where: str = "") -> bool:
@@ -149,10 +143,6 @@ def shown_columns(dataset: "Dataset") -> list[str]:
 class StoredRows:
     """Rows as they are stored.
 
-    Attributes:
-        lengths: `[rows]` tokens.
-        documents: a list of document lengths per row, if rows hold several; None if each row is a document.
-
     Raises:
         PackingError: a column cannot be read, or columns of one row differ in length; names row and lengths.
     """
@@ -175,13 +165,14 @@ class StoredRows:
         }
         self.names = frozenset(self._columns)
         self.inputs: Mapping[str, np.dtype[Any]] = {name: self._columns[name].dtype for name in further}
+        # A list of document lengths per row, if rows hold several; None if each row is a document.
         self.documents = read_column(dataset, "seq_lengths") if "seq_lengths" in shown else None
         if "position_ids" in shown and self.documents is None:
             raise PackingError(
                 "the dataset has a column 'position_ids', as rows of several documents have; say which documents a "
                 "row holds in a column 'seq_lengths' (a list of lengths per row), or remove the column"
             )
-        self.lengths = lengths = self._columns["input_ids"].lengths
+        self.lengths = lengths = self._columns["input_ids"].lengths  # `[rows]` tokens
         # `length`, `input_ids` and each other column say how many tokens a row has. If two disagree, documents would
         # be cut at wrong tokens.
         announced = announced_lengths(dataset) if "length" in shown else None

@@ -37,32 +37,23 @@ def keys_of(reader: int, first: int, count: int) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class NewDocuments:
-    """What a reader has read since it was asked last.
+    """What a reader has read since it was asked last."""
 
-    Attributes:
-        tokens, checksums: `[documents]` of each document.
-        snapshot: taken after them; None if the reader took none.
-    """
-
+    # `[documents]` of each document.
     tokens: IntArray
     checksums: IntArray
     has_ended: bool
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | None = None  # taken after them; None if the reader took none
 
 
 @dataclass(frozen=True, eq=False)
 class BufferPosition:
-    """All that a buffer depends on, at the end of an optimizer step.
-
-    Attributes:
-        refills: how often readers were asked for documents in this pass.
-        keys: `[documents]` of the buffer, in order.
-    """
+    """All that a buffer depends on, at the end of an optimizer step."""
 
     pass_number: int
-    refills: int
+    refills: int  # how often readers were asked for documents in this pass
     readers: tuple[ReaderPosition, ...]
-    keys: IntArray
+    keys: IntArray  # `[documents]` of the buffer, in order
     checksum: int
 
     @classmethod
@@ -130,17 +121,13 @@ class BufferPosition:
 
 @dataclass(frozen=True, eq=False)
 class StepDocuments:
-    """The documents of one optimizer step, in micro-batches as they were packed.
+    """The documents of one optimizer step, in micro-batches as they were packed."""
 
-    Attributes:
-        keys, tokens, checksums: `[documents]`.
-        packed: micro-batches, with indices in these arrays.
-    """
-
+    # `[documents]`.
     keys: IntArray
     tokens: IntArray
     checksums: IntArray
-    packed: Epoch
+    packed: Epoch  # micro-batches, with indices in these arrays
 
 
 class StreamBuffer:

@@ -73,16 +73,13 @@ class RecomputedLayers:
 
     Args:
         masks: of its attention layers; several of a layer that makes several attention calls.
-
-    Attributes:
-        again: indices of modules that recompute attention, among all that are or may be checkpointed.
-        regions: for each region that recomputes attention, the masks of its attention calls.
     """
 
     def __init__(self, masks: Mapping[nn.Module, Sequence[Mask]]) -> None:
         self._masks = masks
+        # Indices of modules that recompute attention, among all that are or may be checkpointed.
         self.again: list[int] = []
-        self.regions: Regions = ()
+        self.regions: Regions = ()  # for each region that recomputes attention, the masks of its attention calls
         self._modules: list[nn.Module] | None = None
         self._attributes: list[dict[str, object]] = []  # of these modules
         self._known: tuple[list[object], DistCAConfig, bool] | None = None

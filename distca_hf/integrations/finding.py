@@ -39,34 +39,26 @@ NOT_GIVEN = -1
 
 
 class Given(NamedTuple):
-    """Everything a batch says about its documents. An operator takes it field by field.
+    """Everything a batch says about its documents. An operator takes it field by field."""
 
-    Attributes:
-        batch_size, queries, keys: rows of the batch; queries and keys of each.
-        cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They override everything else.
-        q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
-        cached: `q_offset` of a static cache, which counts it on its device.
-        padding: `[B, places]`, False for each place of a row that is padding; or as `all_places` returns it.
-        numbers: the same before it was made bool.
-        positions: of the queries.
-        goes_on: bool `[B, T - 1]`, True for each token in the same document as the token before it. It overrides
-            positions.
-        unseen: whether the batch may have positions that are not given here.
-    """
-
+    # Rows of the batch; queries and keys of each.
     batch_size: int
     queries: int
     keys: int
+    # Offsets of documents. They override everything else.
     cu_seq_lens_q: torch.Tensor | None
     cu_seq_lens_k: torch.Tensor | None
+    # Places of the first query and the first key in their row, tokens in a cache included.
     q_offset: int
     kv_offset: int
-    cached: torch.Tensor | None
+    cached: torch.Tensor | None  # `q_offset` of a static cache, which counts it on its device
+    # `[B, places]`, False for each place of a row that is padding; or as `all_places` returns it.
     padding: torch.Tensor | None
-    numbers: torch.Tensor | None
-    positions: torch.Tensor | None
+    numbers: torch.Tensor | None  # the same before it was made bool
+    positions: torch.Tensor | None  # of the queries
+    # bool `[B, T - 1]`, True for each token in the same document as the token before it. It overrides positions.
     goes_on: torch.Tensor | None
-    unseen: bool
+    unseen: bool  # whether the batch may have positions that are not given here
 
 
 def all_places(padding: torch.Tensor, places: int) -> torch.Tensor:

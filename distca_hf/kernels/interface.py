@@ -46,22 +46,16 @@ class AttentionSpec(NamedTuple):
         False    w               p - w + 1 ... the last one    a key; with more queries than keys some p are negative
 
     so every query attends to a key. Keys before the first one do not count.
-
-    Attributes:
-        scale: factor of the scores.
-        causal: whether keys after a query's place are hidden.
-        window_tokens: keys up to and including a query's place that it attends to; 0 if there is no sliding window.
-        softcap: scores become softcap * tanh(score / softcap); 0 leaves them unchanged.
-        deterministic: gradients are bit-equal from run to run.
-        chunked: the window is a chunk of a document (`Mask`). Only layers attend so: kernels get tasks that are cut at
-            the beginnings of chunks.
     """
 
-    scale: float
-    causal: bool = True
+    scale: float  # factor of the scores
+    causal: bool = True  # whether keys after a query's place are hidden
+    # Keys up to and including a query's place that it attends to; 0 if there is no sliding window.
     window_tokens: int = 0
-    softcap: float = 0.0
-    deterministic: bool = False
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 leaves them unchanged
+    deterministic: bool = False  # gradients are bit-equal from run to run
+    # The window is a chunk of a document (`Mask`). Only layers attend so: kernels get tasks that are cut at the
+    # beginnings of chunks.
     chunked: bool = False
 
 
@@ -110,15 +104,12 @@ def made_deterministic(spec: AttentionSpec) -> AttentionSpec:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Tasks of one varlen call: task i has query rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`.
+    """Tasks of one varlen call: task i has rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`."""
 
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int32 offsets, on the device of the tensors.
-        max_seqlen_q, max_seqlen_k: rows of the longest task.
-    """
-
+    # `[tasks + 1]` int32 offsets, on the device of the tensors.
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
+    # Rows of the longest task.
     max_seqlen_q: int
     max_seqlen_k: int
 

@@ -48,16 +48,11 @@ FLASH4_ALIGNED_BYTES = 16
 
 
 class Launch(NamedTuple):
-    """A launch of a compiled kernel.
-
-    Attributes:
-        arguments: its arguments; None in place of tensors.
-        tensors: place among the arguments, and number, of each tensor.
-    """
+    """A launch of a compiled kernel."""
 
     kernel: Callable[..., object]
-    arguments: Sequence[object]
-    tensors: Sequence[tuple[int, int]]
+    arguments: Sequence[object]  # its arguments; None in place of tensors
+    tensors: Sequence[tuple[int, int]]  # place among the arguments, and number, of each tensor
 
 
 class Launches(NamedTuple):

@@ -29,39 +29,27 @@ WINDOWS = frozenset({"window_tokens", "one_sided_window"})
 
 @dataclass(frozen=True)
 class Lack:
-    """Options that a kernel does not compute on some GPUs for large head dimensions.
-
-    Attributes:
-        compute_capability: GPU generations (major version).
-        above_head_dim: largest dimension for which it computes them.
-    """
+    """Options that a kernel does not compute on some GPUs for large head dimensions."""
 
     options: frozenset[str]
-    compute_capability: tuple[int, ...]
-    above_head_dim: int
+    compute_capability: tuple[int, ...]  # GPU generations (major version)
+    above_head_dim: int  # largest dimension for which it computes them
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Limits of a kernel; `refusal` says why it cannot compute for given tensors.
+    """Limits of a kernel; `refusal` says why it cannot compute for given tensors."""
 
-    Attributes:
-        device_type: "cpu", "cuda", or None for any.
-        min_head_dim, max_head_dim, head_dim_multiple: limits of both head dimensions (max_head_dim None: no limit).
-        compute_capability: GPU generations (major version), None for any.
-        options: names of the `OPTIONS` that it computes.
-        lacks: exceptions to `options`.
-    """
-
-    device_type: str | None
+    device_type: str | None  # "cpu", "cuda", or None for any
     dtypes: tuple[torch.dtype, ...]
+    # Limits of both head dimensions (max_head_dim None: no limit).
     min_head_dim: int = 1
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     equal_dims: bool = False
-    compute_capability: tuple[int, ...] | None = None
-    options: frozenset[str] = frozenset()
-    lacks: tuple[Lack, ...] = ()
+    compute_capability: tuple[int, ...] | None = None  # GPU generations (major version), None for any
+    options: frozenset[str] = frozenset()  # names of the `OPTIONS` that it computes
+    lacks: tuple[Lack, ...] = ()  # exceptions to `options`
 
     def refusal(self, operands: "Operands", spec: AttentionSpec) -> str | None:
         """Returns why the kernel cannot attend with these operands as `spec` says, or None if it can."""

@@ -104,20 +104,14 @@ def _parts(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch
 
 @dataclass(frozen=True, eq=False)
 class RowSums:
-    """Which rows to add to which. No row occurs twice within one part.
+    """Which rows to add to which. No row occurs twice within one part."""
 
-    Attributes:
-        rows: `[shared]` rows to add to.
-        own_rows, own_in_shared: `[own]` rows of the first part, and the places in `rows` to add them to.
-        returned_in_shared: `[returned]` the place in `rows` to add each returned row to.
-        parts: consecutive returned rows of each rank; added by rank, after the first part.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # `[shared]` rows to add to
+    # `[own]` rows of the first part, and the places in `rows` to add them to.
     own_rows: torch.Tensor
     own_in_shared: torch.Tensor
-    returned_in_shared: torch.Tensor
-    parts: tuple[slice, ...]
+    returned_in_shared: torch.Tensor  # `[returned]` the place in `rows` to add each returned row to
+    parts: tuple[slice, ...]  # consecutive returned rows of each rank; added by rank, after the first part
 
     @cached_property
     def order(self) -> torch.Tensor:

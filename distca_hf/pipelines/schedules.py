@@ -148,18 +148,14 @@ def _interleaved(pipeline: Parts, stage: int, micro_batches: int) -> Iterator[Op
 
 
 class Queues(StrEnum):
-    """Which transfers run one after the other, if chunks are interleaved.
+    """Which transfers run one after the other, if chunks are interleaved."""
 
-    Attributes:
-        NONE: none: gloo.
-        PAIRS: transfers of a pair of stages: NCCL with torch 2.12 and later, which posts sends and receives singly.
-            Each pair of ranks has its own stream.
-        STAGES: transfers of a stage: NCCL with torch 2.11, which posts batches of one; any torch, if the process group
-            is bound to a device. All transfers of a rank are in the stream of the group.
-    """
-
-    NONE = "none"
+    NONE = "none"  # none: gloo
+    # Transfers of a pair of stages: NCCL with torch 2.12 and later, which posts sends and receives singly. Each pair
+    # of ranks has its own stream.
     PAIRS = "pairs"
+    # Transfers of a stage: NCCL with torch 2.11, which posts batches of one; any torch, if the process group is bound
+    # to a device. All transfers of a rank are in the stream of the group.
     STAGES = "stages"
 
 
@@ -182,18 +178,13 @@ def _turns(operations: Sequence[Operation]) -> Iterator[Operation | None]:
 
 
 class Action(NamedTuple):
-    """An operation, and the transfer of its result.
-
-    Attributes:
-        receiver: the operation that needs the result on another stage, if there is one.
-        queues: numbers of the transfer's queues.
-    """
+    """An operation, and the transfer of its result."""
 
     stage: int
     operation: Operation
-    receiver: Operation | None
+    receiver: Operation | None  # the operation that needs the result on another stage, if there is one
     target: int
-    queues: tuple[int, ...]
+    queues: tuple[int, ...]  # numbers of the transfer's queues
 
 
 class Schedule:

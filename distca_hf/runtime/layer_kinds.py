@@ -35,25 +35,20 @@ from distca_hf.telemetry import get_logger
 
 
 class Planned(NamedTuple):
-    """A micro-batch as it was planned for the ranks that take part now.
+    """A micro-batch as it was planned for the ranks that take part now."""
 
-    Attributes:
-        routings: returns rank plans by mask: the full causal one, and windows known before. The first call copies them
-            to the device: rows move in before.
-        route_window: makes the rank plan of a window when a layer first asks for it; None if there are no others.
-        posted: the plan that ranks without tokens have; None if there are none.
-        moves: moves of rows that the model places; None if rows stay as in the batches.
-        batch_forms: `[ranks]` numbers of the forms of their batches: equal forms give decoders equal inputs.
-        fragments: returns what layers with a state exchange; None for a model without them.
-    """
-
+    # Returns rank plans by mask: the full causal one, and windows known before. The first call copies them to the
+    # device: rows move in before.
     routings: Callable[[], Mapping[Mask, DeviceRankPlan]]
+    # Makes the rank plan of a window when a layer first asks for it; None if there are no others.
     route_window: Callable[[Mask], DeviceRankPlan] | None
     facts: PlanFacts
     fingerprint: int
-    posted: Posted | None = None
-    moves: DeviceRowMoves | None = None
+    posted: Posted | None = None  # the plan that ranks without tokens have; None if there are none
+    moves: DeviceRowMoves | None = None  # moves of rows that the model places; None if rows stay as in the batches
+    # `[ranks]` numbers of the forms of their batches: equal forms give decoders equal inputs.
     batch_forms: tuple[int, ...] = ()
+    # Returns what layers with a state exchange; None for a model without them.
     fragments: Callable[[], DeviceFragments] | None = None
 
     @property
@@ -63,14 +58,10 @@ class Planned(NamedTuple):
 
 
 class PlannedLater(NamedTuple):
-    """A micro-batch that is planned when its plan is first needed: when a model's decoder begins.
+    """A micro-batch that is planned when its plan is first needed: when a model's decoder begins."""
 
-    Attributes:
-        longest_document_tokens: tokens of the micro-batch's longest document; known before.
-        plan: plans it, once. May wait for other ranks.
-    """
-
-    longest_document_tokens: int
+    longest_document_tokens: int  # tokens of the micro-batch's longest document; known before
+    # Plans it, once. May wait for other ranks.
     plan: Callable[[], Planned]
 
 
@@ -79,17 +70,13 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PinnedKinds:
-    """Rank plans of a micro-batch for each mask of a model, before they are copied to the device.
-
-    Attributes:
-        pin: whether they are in memory from which a GPU copies while the host continues.
-    """
+    """Rank plans of a micro-batch for each mask of a model, before they are copied to the device."""
 
     plans: Mapping[Mask, RankPlan[PinnedRouting]]
     facts: PlanFacts
     layout: Layout
     rank: int
-    pin: bool
+    pin: bool  # whether they are in memory from which a GPU copies while the host continues
     fragments: PinnedFragments | None = None
 
     @classmethod
@@ -137,16 +124,11 @@ class PinnedKinds:
 
 @dataclass(eq=False)
 class LayerKind:
-    """The layers that attend with one mask.
-
-    Attributes:
-        retention: decides which rows of other ranks are kept until backward, and until recomputation.
-        has_room: whether the device is known to have room for a call of this pass.
-    """
+    """The layers that attend with one mask."""
 
     plan: DeviceRankPlan
-    retention: Retention
-    has_room: bool = False
+    retention: Retention  # decides which rows of other ranks are kept until backward, and until recomputation
+    has_room: bool = False  # whether the device is known to have room for a call of this pass
 
 
 class LayerKinds:

@@ -36,16 +36,12 @@ from distca_hf.runtime.retention import ONE_LAYER, PassLayers, Retention
 
 class PlanRegister:
     """Finds live plans by number. It keeps the newest ones alive; older ones live as long as a batch or a graph holds
-    them.
-
-    Attributes:
-        newest: the newest ones by their numbers; faster than `find`.
-    """
+    them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._all: weakref.WeakValueDictionary[int, LivePlan] = weakref.WeakValueDictionary()
-        self.newest: OrderedDict[int, LivePlan] = OrderedDict()
+        self.newest: OrderedDict[int, LivePlan] = OrderedDict()  # the newest ones by their numbers; faster than `find`
         self._lock = threading.Lock()
 
     def add(self, plan: "LivePlan", keep: int) -> int:
@@ -80,15 +76,10 @@ class PlanRegister:
 
 @dataclass
 class PlanUse:
-    """Whether a model has run with a plan; outlives the plan.
+    """Whether a model has run with a plan; outlives the plan."""
 
-    Attributes:
-        begun: a forward pass has begun.
-        trained: a pass of training has ended.
-    """
-
-    begun: bool = False
-    trained: bool = False
+    begun: bool = False  # a forward pass has begun
+    trained: bool = False  # a pass of training has ended
 
 
 class LivePlan:

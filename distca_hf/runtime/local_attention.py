@@ -37,16 +37,14 @@ class Documents(NamedTuple):
     """Documents of queries and of keys, one after the other; a document's last query stands at its last key.
 
     In a compiled graph tensors have their maximum length; places after the last document are ignored.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32 `[documents + 1]` offsets of queries and of keys.
-        sizes: int64 `[5]` on the CPU: number of documents, most queries and most keys of one, query rows, key rows.
-        query_rows, key_rows: int64, rows of the batch that are tokens, in order; None if all are.
     """
 
+    # int32 `[documents + 1]` offsets of queries and of keys.
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
+    # int64 `[5]` on the CPU: number of documents, most queries and most keys of one, query rows, key rows.
     sizes: torch.Tensor
+    # int64, rows of the batch that are tokens, in order; None if all are.
     query_rows: torch.Tensor | None = None
     key_rows: torch.Tensor | None = None
 

@@ -24,15 +24,10 @@ DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class FeatureForm(NamedTuple):
-    """Form of the features of images, the same on all ranks.
+    """Form of the features of images, the same on all ranks."""
 
-    Attributes:
-        is_stacked: whether they are one tensor `[images, ...]`, not one tensor for each image.
-        deep_layers: layers of the text decoder that add further features (DeepStack).
-    """
-
-    is_stacked: bool
-    deep_layers: int
+    is_stacked: bool  # whether they are one tensor `[images, ...]`, not one tensor for each image
+    deep_layers: int  # layers of the text decoder that add further features (DeepStack)
     width: int
     dtype: torch.dtype
 
@@ -42,15 +37,10 @@ class FeatureForm(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Features that one rank has computed.
+    """Features that one rank has computed."""
 
-    Attributes:
-        rows: `[tokens, (1 + deep_layers) * width]`.
-        tokens: number of rows of each unit.
-    """
-
-    rows: torch.Tensor
-    tokens: Sequence[int]
+    rows: torch.Tensor  # `[tokens, (1 + deep_layers) * width]`
+    tokens: Sequence[int]  # number of rows of each unit
     form: FeatureForm
 
 
@@ -92,15 +82,11 @@ def show_features(
 
 @dataclass(frozen=True, eq=False)
 class RowsHome:
-    """Sends features home from the ranks that computed them.
-
-    Attributes:
-        places: `[rows]` places of the rows that come home, in the order in which they come.
-        sent, received: `[ranks]` number of rows to and from each rank; further rows of this rank stay unused.
-    """
+    """Sends features home from the ranks that computed them."""
 
     transport: Transport
-    places: torch.Tensor
+    places: torch.Tensor  # `[rows]` places of the rows that come home, in the order in which they come
+    # `[ranks]` number of rows to and from each rank; further rows of this rank stay unused.
     sent: list[int]
     received: list[int]
     where: str

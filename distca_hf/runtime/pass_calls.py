@@ -30,13 +30,10 @@ class CallTensors(NamedTuple):
 
 
 class PassCalls(NamedTuple):
-    """Attention calls of a forward pass, and exchanges of layers with a state, without recomputed ones.
-
-    Attributes:
-        states: layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents
-            keeps the previous pass's.
-    """
+    """Attention calls of a forward pass, and exchanges of layers with a state, without recomputed ones."""
 
     masks: list[Mask]
     tensors: list[CallTensors]
+    # Layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents keeps the
+    # previous pass's.
     states: list[str]

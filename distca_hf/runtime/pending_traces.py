@@ -132,21 +132,14 @@ Bytes = defaultdict[int, float]  # by rank
 
 @dataclass(eq=False)
 class Pending:
-    """A traced pass that is not written yet.
+    """A traced pass that is not written yet."""
 
-    Attributes:
-        trace: everything known when the pass begins.
-        number: number of this rank in the job.
-        began: seconds of the host's clock.
-        step_seconds: seconds until the next pass began; None before that.
-    """
-
-    trace: RankTrace
+    trace: RankTrace  # everything known when the pass begins
     noted: NotedPass
     device: torch.device
-    number: int
-    began: float
-    step_seconds: float | None = None
+    number: int  # number of this rank in the job
+    began: float  # seconds of the host's clock
+    step_seconds: float | None = None  # seconds until the next pass began; None before that
 
     def completed(self) -> RankTrace:
         """Returns the trace with its calls; the device has passed all moments."""

@@ -44,15 +44,11 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 
 
 class RegionRun(Generic[AnyRegion]):
-    """One run of a region: a context.
-
-    Attributes:
-        outer: the enclosing run while this one is entered; None if there is none.
-    """
+    """One run of a region: a context."""
 
     def __init__(self, region: AnyRegion, *, recomputes: bool) -> None:
         self.region, self.recomputes = region, recomputes
-        self.outer: RegionRun[Any] | None = None
+        self.outer: RegionRun[Any] | None = None  # the enclosing run while this one is entered; None if there is none
 
     def __enter__(self) -> Self:
         self.region.begin(self.recomputes)
@@ -127,14 +123,10 @@ class SavingRegion:
 
 
 class RetainingRegion:
-    """Received rows of every attention call of a checkpointed region; None if they are not kept.
-
-    Attributes:
-        states: what layers with a state received.
-    """
+    """Received rows of every attention call of a checkpointed region; None if they are not kept."""
 
     def __init__(self) -> None:
-        self.states = SavingRegion(EXCHANGES_AGAIN)
+        self.states = SavingRegion(EXCHANGES_AGAIN)  # what layers with a state received
         self._received: list[Received | None] = []
         self._taken = 0
 

@@ -118,15 +118,12 @@ def row_width(k: torch.Tensor, v: torch.Tensor) -> int:
 
 @dataclass(eq=False, slots=True)
 class RemoteKV:
-    """Keys and values that this rank's calls read.
+    """Keys and values that this rank's calls read."""
 
-    Attributes:
-        k, v: `[remote-KV rows, G, H]`, `[remote-KV rows, G, V]`.
-        both: `[remote-KV rows, G * H + G * V]`, the memory of k and v if their rows lie side by side.
-    """
-
+    # `[remote-KV rows, G, H]`, `[remote-KV rows, G, V]`.
     k: torch.Tensor
     v: torch.Tensor
+    # `[remote-KV rows, G * H + G * V]`, the memory of k and v if their rows lie side by side.
     both: torch.Tensor | None = None
 
     @classmethod
@@ -231,9 +228,6 @@ class KVDispatch:
     Args:
         sends: whether any rank sends keys; otherwise there is nothing to receive.
         received: rows of an earlier dispatch, to put where calls read them; then nothing is sent.
-
-    Attributes:
-        received: `[received rows, G * H + G * V]`; complete chunk by chunk.
     """
 
     def __init__(
@@ -250,7 +244,7 @@ class KVDispatch:
         self._receives = sends
         if received is None:
             received = k.new_empty((prepared.routing.received_to_remote_kv.shape[0] if sends else 0, prepared.width))
-        self.received = received
+        self.received = received  # `[received rows, G * H + G * V]`; complete chunk by chunk
         if self.sends:
             self._sent = prepared.to_send(k, v)
 

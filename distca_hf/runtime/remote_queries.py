@@ -59,9 +59,6 @@ class ForwardRemoteQueries(RemoteQueries):
     Args:
         q, v: `[rows, ...]` queries and values of this rank.
         received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
-
-    Attributes:
-        kept: queries, outputs and log-sum-exps, `[remote-query rows, ...]`; complete after the last chunk.
     """
 
     def __init__(
@@ -80,6 +77,7 @@ class ForwardRemoteQueries(RemoteQueries):
         out, lse = empty_layer_outputs(remote_q, v)
         self._calls = ForwardCalls(layers.forward_calls, remote_q, out, lse)
         self._combine = ResultCombine([out, lse], moves)
+        # Queries, outputs and log-sum-exps, `[remote-query rows, ...]`; complete after the last chunk.
         self.kept = remote_q, out, lse
 
     def attend(self, chunk: ChunkRouting, remote_kv: RemoteKV, transport: Transport, where: str) -> None:
@@ -136,12 +134,7 @@ class BackwardRemoteQueries(RemoteQueries):
 
 
 class QueryDispatch:
-    """Dispatch of query rows to the ranks that compute them.
-
-    Attributes:
-        tensors: `[remote-query rows, ...]` for each tensor, with local rows of the same tasks; complete chunk by
-            chunk.
-    """
+    """Dispatch of query rows to the ranks that compute them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
         self._moves = moves
@@ -152,6 +145,7 @@ class QueryDispatch:
         if self._in_place:
             self.tensors = _unpack(self._received, tensors)
             return
+        # `[remote-query rows, ...]` for each tensor, with local rows of the same tasks; complete chunk by chunk.
         self.tensors = [x.new_empty((moves.num_rows, *x.shape[1:])) for x in tensors]
         if len(moves.local_rows):
             for x, rows in zip(tensors, self.tensors, strict=True):

@@ -32,16 +32,12 @@ NUMBER_BYTES = 8
 
 @dataclass(frozen=True, eq=False)
 class PinnedRowMoves:
-    """Moves of this rank before their indices are copied to the device.
-
-    Attributes:
-        indices: all indices, one after the other; in memory from which a GPU copies while the host continues.
-        images: moves of the rows of images only; None if it is not known which these are.
-    """
+    """Moves of this rank before their indices are copied to the device."""
 
     moves: RowMoves
+    # All indices, one after the other; in memory from which a GPU copies while the host continues.
     indices: torch.Tensor
-    images: "PinnedRowMoves | None"
+    images: "PinnedRowMoves | None"  # moves of the rows of images only; None if it is not known which these are
 
     @classmethod
     def prepare(cls, moves: RowMoves, pin: bool) -> Self:
@@ -101,34 +97,25 @@ class DeviceCopies:
 
 @dataclass(frozen=True, eq=False)
 class DeviceHome:
-    """The way home of results of shared prefixes, with its indices on the device; see `SharedHome`.
-
-    Attributes:
-        counts: `[ranks]` number of rows to and from each rank.
-    """
+    """The way home of results of shared prefixes, with its indices on the device; see `SharedHome`."""
 
     sent: DeviceCopies
-    counts: tuple[list[int], list[int]]
+    counts: tuple[list[int], list[int]]  # `[ranks]` number of rows to and from each rank
     copied: DeviceCopies
     places: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceRowMoves:
-    """Moves of this rank with their indices on the device.
+    """Moves of this rank with their indices on the device."""
 
-    Attributes:
-        on_host: the same moves on the host. For all others see `RowMoves`.
-        images: moves of the rows of images only; None if it is not known which these are.
-        home: the way of results home, if documents share prefixes.
-    """
-
+    # The same moves on the host. For all others see `RowMoves`.
     on_host: RowMoves
     sent: torch.Tensor
     received: torch.Tensor
     positions: torch.Tensor
-    images: "DeviceRowMoves | None" = None
-    home: DeviceHome | None = None
+    images: "DeviceRowMoves | None" = None  # moves of the rows of images only; None if it is not known which these are
+    home: DeviceHome | None = None  # the way of results home, if documents share prefixes
 
 
 class PassRows:

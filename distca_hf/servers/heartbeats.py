@@ -121,15 +121,10 @@ class Heartbeat(MembershipWatch):
 
 @dataclass
 class LastBeat:
-    """The last beat of a server that a trainer has seen.
+    """The last beat of a server that a trainer has seen."""
 
-    Attributes:
-        number: restarts and count; empty if there was none.
-        silent_seconds: how long looks have found nothing newer.
-    """
-
-    number: tuple[int, ...] = ()
-    silent_seconds: float = 0.0
+    number: tuple[int, ...] = ()  # restarts and count; empty if there was none
+    silent_seconds: float = 0.0  # how long looks have found nothing newer
 
 
 class Watch(MembershipWatch):
@@ -224,14 +219,10 @@ class Watch(MembershipWatch):
 
 
 class LostServers:
-    """How often each server was lost in a row, without a counted step in between; the same on all trainers.
-
-    Attributes:
-        names: of servers, with their hosts, by their numbers.
-    """
+    """How often each server was lost in a row, without a counted step in between; the same on all trainers."""
 
     def __init__(self) -> None:
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # of servers, with their hosts, by their numbers
         self._in_a_row: Counter[int] = Counter()
 
     def name_of(self, server: int) -> str:

@@ -34,13 +34,10 @@ END_SECONDS = 10.0
 
 
 class JobStore:
-    """Values that processes of this job have signed.
-
-    Attributes:
-        plain: this part without signatures, for libraries that write to it themselves.
-    """
+    """Values that processes of this job have signed."""
 
     def __init__(self, store: Store, secret: str, path: str) -> None:
+        # This part without signatures, for libraries that write to it themselves.
         self.plain: Store = PrefixStore(path, store)
         self._store, self._secret, self._path = store, secret, path
         self._macs: dict[str, hashlib.blake2b] = {}

@@ -227,15 +227,11 @@ def wait_for_answers(
 
 @dataclass(frozen=True)
 class Invitation:
-    """A membership that trainers have opened, as a server sees it.
-
-    Attributes:
-        device_type: of the rows to exchange.
-    """
+    """A membership that trainers have opened, as a server sees it."""
 
     store: JobStore
     members: Sequence[Member]
-    device_type: str
+    device_type: str  # of the rows to exchange
     settings: Mapping[str, object]
     version: str
 

@@ -69,17 +69,12 @@ class Order:
 
 
 class PlanOrder(NamedTuple):
-    """The numbers of an order to route a plan.
-
-    Attributes:
-        oldest: smallest number of a plan that trainers still hold; earlier ones can be dropped.
-        num_chunks: chunks of the exchange in forward.
-    """
+    """The numbers of an order to route a plan."""
 
     plan: int
-    oldest: int
+    oldest: int  # smallest number of a plan that trainers still hold; earlier ones can be dropped
     micro_batch: int
-    num_chunks: int
+    num_chunks: int  # chunks of the exchange in forward
     fingerprint: int
     integers: IntArray
 
@@ -95,26 +90,19 @@ class PlanOrder(NamedTuple):
 
 
 class CallOrder(NamedTuple):
-    """The numbers of an order to make an attention call.
-
-    Attributes:
-        query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
-        dtype: index of their dtype in `DTYPES`.
-        slot: number under which a server keeps rows received in forward until backward; 0: it keeps none.
-        has_sinks: whether log-sum-exps with sinks come with the output gradients of kept queries.
-        spec: numbers of an `AttentionSpec`, as doubles.
-    """
+    """The numbers of an order to make an attention call."""
 
     plan: int
     phase: int
+    # Shapes of a layer's tensors, without their rows.
     query_heads: int
     kv_heads: int
     query_dim: int
     value_dim: int
-    dtype: int
-    slot: int
-    has_sinks: int
-    spec: tuple[float, ...]
+    dtype: int  # index of their dtype in `DTYPES`
+    slot: int  # number under which a server keeps rows received in forward until backward; 0: it keeps none
+    has_sinks: int  # whether log-sum-exps with sinks come with the output gradients of kept queries
+    spec: tuple[float, ...]  # numbers of an `AttentionSpec`, as doubles
 
     def numbers(self) -> IntArray:
         """Returns all fields as one array; doubles as their bits."""
@@ -130,16 +118,11 @@ class CallOrder(NamedTuple):
 
 
 class PassOrder(NamedTuple):
-    """The numbers of an order about a pass whose calls are traced.
-
-    Attributes:
-        backward_calls: number of backward calls that follow, at the end of forward.
-        text: a `ReportedPass`, at the beginning of a pass.
-    """
+    """The numbers of an order about a pass whose calls are traced."""
 
     plan: int
-    backward_calls: int = 0
-    text: str = ""
+    backward_calls: int = 0  # number of backward calls that follow, at the end of forward
+    text: str = ""  # a `ReportedPass`, at the beginning of a pass
 
     def numbers(self) -> IntArray:
         """Returns all fields as one array; the text as its bytes."""

@@ -208,16 +208,11 @@ class OrderedPass(NotedPass):
 
 
 class ReportedPass(NamedTuple):
-    """Everything that a server must know about a pass to trace its part of it.
-
-    Attributes:
-        token_bytes: bytes of one token in one layer of the model.
-        trace: of the reporting trainer, without calls.
-    """
+    """Everything that a server must know about a pass to trace its part of it."""
 
     folder: str
-    token_bytes: TokenBytes
-    trace: RankTrace
+    token_bytes: TokenBytes  # bytes of one token in one layer of the model
+    trace: RankTrace  # of the reporting trainer, without calls
 
     def text(self) -> str:
         """Returns the text for an order."""

@@ -45,16 +45,13 @@ HEADER_LENGTH = NUM_NUMBERS + NUM_ARRAYS
 class Servers(ExtraRanks):
     """The attention servers of a plan, ranks N, N + 1, ... after N trainers.
 
-    Attributes:
-        speeds: attention speed of each server, relative to a trainer (1.0).
-        nodes: node of each server, as in `Topology`; empty: servers and trainers are all on one node.
-
     Raises:
         ConfigError: there is no server, a speed is not above 0, or not every server has a node.
     """
 
-    speeds: tuple[float, ...]
+    speeds: tuple[float, ...]  # attention speed of each server, relative to a trainer (1.0)
     trainers_attend: bool = True
+    # Node of each server, as in `Topology`; empty: servers and trainers are all on one node.
     nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

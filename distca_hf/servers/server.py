@@ -119,19 +119,15 @@ def without_rows(order: CallOrder, device: torch.device) -> Attended:
 
 @dataclass(eq=False)
 class Service:
-    """The server's end of one membership.
-
-    Attributes:
-        report: shows trainers the measurements since the membership began.
-        plans: live plans by number, with the rows kept for their backward passes, by slot.
-    """
+    """The server's end of one membership."""
 
     transport: MembershipTransport
     config: DistCAConfig
     device: torch.device
-    report: Callable[[Reading], None]
+    report: Callable[[Reading], None]  # shows trainers the measurements since the membership began
     stopwatch: Stopwatch
     traces: ServedTraces
+    # Live plans by number, with the rows kept for their backward passes, by slot.
     plans: dict[int, tuple[LivePlan, dict[int, Kept]]] = field(default_factory=dict)
     rows: dict[tuple[int, ...], Attended] = field(default_factory=dict)
 

@@ -52,13 +52,9 @@ Mark = int | torch.cuda.Event
 
 
 class Reading(NamedTuple):
-    """Work and time of one process.
+    """Work and time of one process."""
 
-    Attributes:
-        flops: operations of its attention calls, as planned.
-    """
-
-    flops: int = 0
+    flops: int = 0  # operations of its attention calls, as planned
     kernel_nanoseconds: int = 0
     nanoseconds: int = 0
 
@@ -83,14 +79,10 @@ class Reading(NamedTuple):
 
 @dataclass(eq=False)
 class MeasuredCall:
-    """One attention call.
-
-    Attributes:
-        kernels: beginning and end of each kernel call.
-    """
+    """One attention call."""
 
     flops: int
-    kernels: list[tuple[Mark, Mark]] = field(default_factory=list)
+    kernels: list[tuple[Mark, Mark]] = field(default_factory=list)  # beginning and end of each kernel call
 
 
 class Stopwatch:
@@ -214,15 +206,12 @@ class ServerSpeeds:
 
     Args:
         is_measured: whether speeds are measured; if not, servers keep the initial ones.
-
-    Attributes:
-        stopwatch: of this trainer's kernels; None if speeds are not measured.
-        busy: sum of the readings of all servers, in steps that counted.
     """
 
     def __init__(self, servers: Servers, is_measured: bool, device: torch.device) -> None:
+        # Of this trainer's kernels; None if speeds are not measured.
         self.stopwatch = Stopwatch(device) if is_measured else None
-        self.busy = Reading()
+        self.busy = Reading()  # sum of the readings of all servers, in steps that counted
         self._servers = servers
         self._estimates = SpeedEstimates(servers.speeds[0], servers.trainers_attend)
         self._here: JobStore | None = None

@@ -71,15 +71,12 @@ class Child:
     Args:
         line: its command; the file descriptor of the pipe is appended.
         silence_seconds: silence after which it is killed.
-
-    Attributes:
-        is_silent: whether it was killed for its silence.
     """
 
     def __init__(self, line: Sequence[str], silence_seconds: float) -> None:
         self._allowed_seconds, self._silence_seconds = max(START_SECONDS, silence_seconds), silence_seconds
         self._silent_seconds = 0.0
-        self.is_silent = False
+        self.is_silent = False  # whether it was killed for its silence
         self._pipe, end = os.pipe()
         try:
             self.process = subprocess.Popen([*line, str(end)], pass_fds=[end], preexec_fn=_die_with(os.getpid()))

@@ -265,16 +265,11 @@ def refused_loss(model: PreTrainedModel) -> Iterator[str]:
 
 
 class KernelNeed(NamedTuple):
-    """Heads, window and softcap that a kernel must compute for some layers.
-
-    Attributes:
-        window_tokens: the window; 0 if no document is longer.
-        softcap: of the scores; 0 for none.
-    """
+    """Heads, window and softcap that a kernel must compute for some layers."""
 
     heads: Heads
-    window_tokens: int
-    softcap: float
+    window_tokens: int  # the window; 0 if no document is longer
+    softcap: float  # of the scores; 0 for none
 
     def operands(self, device_type: str, compute_capability: int | None, weights: torch.dtype) -> Operands:
         """Returns the operands of a call on a device. Assumes that fp32 weights compute in bf16 on a GPU."""

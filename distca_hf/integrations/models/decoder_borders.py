@@ -57,19 +57,12 @@ REMEMBERED_FORMS = 64
 
 
 class Columns(NamedTuple):
-    """What ranks agreed on for the columns of a pass.
+    """What ranks agreed on for the columns of a pass."""
 
-    Attributes:
-        position_rows: how many numbers make up each token's position: 1, or several (for images).
-        deep_layers: layers that get features of images; 0 if no rank has any.
-        differentiate: whether some rank needs gradients of its columns.
-        described: dtype and width of each column, by name.
-    """
-
-    position_rows: int
-    deep_layers: int
-    differentiate: bool
-    described: Mapping[str, tuple[torch.dtype, torch.Size]]
+    position_rows: int  # how many numbers make up each token's position: 1, or several (for images)
+    deep_layers: int  # layers that get features of images; 0 if no rank has any
+    differentiate: bool  # whether some rank needs gradients of its columns
+    described: Mapping[str, tuple[torch.dtype, torch.Size]]  # dtype and width of each column, by name
 
     @property
     def facts(self) -> dict[str, object]:
@@ -89,10 +82,6 @@ class DecoderBorders:
     Args:
         counted: gets the lengths of tokens' original rows.
         check_calls: checks the attention calls of a pass; called before results move home.
-
-    Attributes:
-        is_multimodal: whether the decoder is part of a model with towers, and may get features of images.
-        takes_features: whether it also gets features of images for its first layers.
     """
 
     def __init__(
@@ -104,9 +93,10 @@ class DecoderBorders:
     ) -> None:
         decoder = text_decoder(model)
         self._decoder = backbone_of(model) if decoder is model else decoder
+        # Whether the decoder is part of a model with towers, and may get features of images.
         self.is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
-        self.takes_features = DEEP in self._names
+        self.takes_features = DEEP in self._names  # whether it also gets features of images for its first layers
         self._class_name, self._counts = type(model).__name__, "looks positions up in a table"
         if not has_position_table:
             tempers = any(map(tempers_queries, attention_layers(model).values()))

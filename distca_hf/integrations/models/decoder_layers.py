@@ -212,27 +212,17 @@ def makes_masks(model: nn.Module, kind: str) -> bool:
 
 @dataclass(frozen=True)
 class DecoderLayerKind:
-    """How a decoder layer mixes tokens.
+    """How a decoder layer mixes tokens."""
 
-    Attributes:
-        attends: whether it looks attention up by name, which lets distca compute it.
-        heads: of its attention; None without attention, or if they cannot be read.
-        softcap: of its scores; 0 for none.
-        sinks: whether rows of its softmax have one more term.
-        mixer: class of the part that carries a state from token to token; empty without one.
-        whole_documents: whether its state cannot travel, and documents must stay whole on a rank.
-        refused: its type, or a description, if it mixes tokens in an unsupported way; otherwise empty.
-    """
-
-    attends: bool
-    heads: Heads | None = None
+    attends: bool  # whether it looks attention up by name, which lets distca compute it
+    heads: Heads | None = None  # of its attention; None without attention, or if they cannot be read
     mask: Mask = CAUSAL_MASK
-    softcap: float = 0.0
-    sinks: bool = False
+    softcap: float = 0.0  # of its scores; 0 for none
+    sinks: bool = False  # whether rows of its softmax have one more term
     latent: bool = False
-    mixer: str = ""
-    whole_documents: bool = False
-    refused: str = ""
+    mixer: str = ""  # class of the part that carries a state from token to token; empty without one
+    whole_documents: bool = False  # whether its state cannot travel, and documents must stay whole on a rank
+    refused: str = ""  # its type, or a description, if it mixes tokens in an unsupported way; otherwise empty
 
     @property
     def cuts_documents(self) -> bool:

@@ -72,18 +72,14 @@ def watch_of(model: nn.Module | None) -> "ForwardWatch | None":
 
 
 class ForwardWatch:
-    """Watches the forward passes of a model, through hooks on its outermost module.
-
-    Attributes:
-        planner: plans given batches; None before the first one.
-        attention_dtype: dtype of attention in the latest batch with a plan; None before the first one.
-    """
+    """Watches the forward passes of a model, through hooks on its outermost module."""
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
         self.root, self.context = root, context
-        self.planner: GivenPlanner | None = None
+        self.planner: GivenPlanner | None = None  # plans given batches; None before the first one
         inner = transformers_model(root)
         self.flops, self.report = step_flops(root), RunReport(context)
+        # Dtype of attention in the latest batch with a plan; None before the first one.
         self.attention_dtype: torch.dtype | None = None
         self._class_name, self._written = type(inner).__name__, WrittenBatches()
         self._is_running, self._logged_cache, self._passes_with_gradients = False, False, 0

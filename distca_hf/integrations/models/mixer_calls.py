@@ -91,19 +91,16 @@ def _is_foreign(function: Any) -> bool:
 
 
 class Apart:
-    """The forward function of a mixer, in which documents do not see each other.
-
-    Attributes:
-        documents: rows of the layer's latest call; None if every row of the batch is a document.
-        mixed: rows of the mixer's latest call, which may be a recomputation.
-        before: the forward function that was set on the module before; None if it had only its class's.
-    """
+    """The forward function of a mixer, in which documents do not see each other."""
 
     def __init__(self, mixer: nn.Module, name: str) -> None:
+        # Rows of the layer's latest call; None if every row of the batch is a document.
         self.documents: CarriedRows | DocumentRows | None = None
+        # Rows of the mixer's latest call, which may be a recomputation.
         self.mixed: CarriedRows | DocumentRows | None = None
         self.name = name
         self._carried: Callable[..., object] | None = None
+        # The forward function that was set on the module before; None if it had only its class's.
         self.before = vars(mixer).get("forward")
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = inspect.signature(mixer.forward).parameters.values()

@@ -58,9 +58,6 @@ class PlacedLoss:
 
     Args:
         root: the module that was enabled; it may wrap the model.
-
-    Attributes:
-        is_unlogged: whether a pass since the last log returned a loss of placed rows.
     """
 
     def __init__(self, model: PreTrainedModel, root: nn.Module) -> None:
@@ -68,7 +65,7 @@ class PlacedLoss:
         self._is_multimodal = text_decoder(model) is not model
         self._reads_more = READER_UNKNOWN
         self._said: set[str] = set()
-        self.is_unlogged = False
+        self.is_unlogged = False  # whether a pass since the last log returned a loss of placed rows
         self._returning = Returning.STATES
         self._rows: PassRows | None = None
         self._shifted: tuple[object, torch.Tensor] | None = None

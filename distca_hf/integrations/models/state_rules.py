@@ -36,17 +36,11 @@ ENTRY_STEP = 2.0**-20
 
 
 class Begun(NamedTuple):
-    """Followed fragments that ran from a zero state.
+    """Followed fragments that ran from a zero state."""
 
-    Attributes:
-        outputs: `[1, T, ...]`.
-        summaries: `[fragments, H, ...]`.
-        kept: for each middle fragment, what `StateRule.added` needs in addition to the state.
-    """
-
-    outputs: torch.Tensor
-    summaries: torch.Tensor
-    kept: list[Tensors]
+    outputs: torch.Tensor  # `[1, T, ...]`
+    summaries: torch.Tensor  # `[fragments, H, ...]`
+    kept: list[Tensors]  # for each middle fragment, what `StateRule.added` needs in addition to the state
 
 
 class StateRule(ABC):

@@ -45,16 +45,13 @@ STAY, MOVE = "on the ranks where they arrived", "on ranks with less work"
 
 
 class TowerBorders:
-    """A hook on the backbone of one model. It does nothing in a pass whose images stay.
-
-    Attributes:
-        imbalance: largest over mean work of ranks' towers in the latest batch whose images may move, before and after
-            they moved.
-    """
+    """A hook on the backbone of one model. It does nothing in a pass whose images stay."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._backbone, self._class_name = backbone_of(model), type(model).__name__
         self._names, self.towers = names_by_position(self._backbone), towers_of(model)
+        # Largest over mean work of ranks' towers in the latest batch whose images may move, before and after they
+        # moved.
         self.imbalance = (1.0, 1.0)
         self._shown: ShownImages | None = None
         self._is_open, self._differentiates = False, False

@@ -47,18 +47,12 @@ class PassThrough(nn.Module):
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Names of the modules of a model, in the order in which hidden states pass them.
+    """Names of the modules of a model, in the order in which hidden states pass them."""
 
-    Attributes:
-        before: embeddings, and everything up to the first layer; the first stage runs them.
-        layers: the list of layers.
-        after: the last norm and the head; the last stage runs them.
-    """
-
-    before: tuple[str, ...]
-    layers: str
+    before: tuple[str, ...]  # embeddings, and everything up to the first layer; the first stage runs them
+    layers: str  # the list of layers
     num_layers: int
-    after: tuple[str, ...]
+    after: tuple[str, ...]  # the last norm and the head; the last stage runs them
 
     @classmethod
     def of(cls, whole: PreTrainedModel) -> Self:

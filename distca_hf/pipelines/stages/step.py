@@ -91,19 +91,15 @@ def _names(schedule: type) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """Micro-batches of an optimizer step, one in each row of every tensor: torch splits them along that dimension.
+    """Micro-batches of an optimizer step, one in each row of every tensor: torch splits them along that dimension."""
 
-    Attributes:
-        input_ids, shift_labels: int64 `[micro-batches, tokens]`.
-        keywords: arguments of every part: `position_ids`, `attention_mask`, int64 `[micro-batches, tokens]`; `plan`,
-            int64 `[micro-batches, 1]` on the host, numbers of plans.
-        plans: the plans themselves, which live as long as this.
-    """
-
+    # int64 `[micro-batches, tokens]`.
     input_ids: torch.Tensor
     shift_labels: torch.Tensor
+    # Arguments of every part: `position_ids`, `attention_mask`, int64 `[micro-batches, tokens]`; `plan`, int64
+    # `[micro-batches, 1]` on the host, numbers of plans.
     keywords: Mapping[str, torch.Tensor]
-    plans: tuple[LivePlan, ...]
+    plans: tuple[LivePlan, ...]  # the plans themselves, which live as long as this
 
     @classmethod
     def of(cls, batches: Sequence[Mapping[str, Any]]) -> Self:

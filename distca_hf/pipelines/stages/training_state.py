@@ -43,9 +43,6 @@ class TrainingState:
         device: of the training; a GPU has its own random numbers.
         others: objects whose states are saved, too, by name.
 
-    Attributes:
-        random_entry: name of the entry with random states of this rank.
-
     Raises:
         ConfigError: the optimizer has weights of no part.
     """
@@ -59,6 +56,7 @@ class TrainingState:
         others: Mapping[str, Stateful],
     ) -> None:
         stages, data_ranks, _ = grid.shape
+        # Name of the entry with random states of this rank.
         self.random_entry = f"{RANDOM}stage {grid.stage} of {stages}, data rank {grid.data_rank} of {data_ranks}"
         self._rank, self._whole, self._optimizer = grid.name, _joined(parts), optimizer
         self._device, self._others = device, others
