@@ -312,10 +312,8 @@ class Heads:
 def head_groups(config: Mapping[str, Any], ranks: int = 1) -> int:
     """Returns the number of groups into which plans divide heads; 1 if the configuration has no number of heads.
 
-    A group is one KV head, or several of them, with the query heads that share them.
-
-    Args:
-        ranks: tensor ranks that divide the heads of a layer; each has its own groups.
+    A group is one KV head, or several of them, with the query heads that share them. Each of `ranks` tensor ranks that
+    divide the heads of a layer has its own groups.
     """
     key_value = 0
     for name, value in config.items():  # some models have other numbers in some layers

@@ -124,11 +124,8 @@ class StepFlops:
         return (1 + self.token_backward / max(1.0, self.token_forward)) * matrices + 3 * self.pair_forward * pairs
 
     def cost(self, *, recomputes_layers: bool, recomputes_attention: bool, rates: Rates = H200) -> StepCost:
-        """Returns the seconds of a token and of a pair under activation checkpointing.
-
-        Args:
-            recomputes_layers, recomputes_attention: whether layers and attention run forward again in backward.
-        """
+        """Returns the seconds of a token and of a pair under activation checkpointing. Layers and attention may run
+        forward again in backward (`recomputes_layers`, `recomputes_attention`)."""
         token_flops = self.token_forward + self.token_backward + recomputes_layers * self.layers_forward
         pair_seconds = (
             1 + recomputes_attention

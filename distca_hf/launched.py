@@ -72,10 +72,8 @@ class LaunchedProcess:
     num_nodes: int
 
     def role(self, attention_servers: str) -> Role:
-        """Returns the role of this process, if there are these servers.
-
-        Args:
-            attention_servers: servers of every node, or one number per node; at least one server.
+        """Returns the role of this process, if there are these servers. `attention_servers` is the number of every
+        node, or one for each; at least one server.
 
         Raises:
             ConfigError: nodes have unequal numbers of processes or trainers, or no process trains. Shows the
@@ -284,10 +282,8 @@ def _check_trainers(attention_servers: str, servers: tuple[int, ...], processes:
 
 
 def check_launched_servers(attention_servers: str, trainers_attend: bool, launched: tuple[int, ...]) -> None:
-    """Checks that a plugin asks for the servers that were launched.
-
-    Args:
-        launched: servers of each node that were launched; () for none.
+    """Checks that a plugin asks for the servers that were launched. `launched` has the servers of each node; () for
+    none.
 
     Raises:
         ConfigError: it asks for other servers, or only servers may attend and there are none.

@@ -68,11 +68,8 @@ class Annex:
         return ()
 
     def attach(self, trainer: "Trainer", attachment: Any) -> None:
-        """Adds to a Trainer what ranks without tokens need, until it is detached.
-
-        Args:
-            attachment: undoes it, an `integrations.trainer.attachment.Attachment`.
-        """
+        """Adds to a Trainer what ranks without tokens need, until it is detached. An
+        `integrations.trainer.attachment.Attachment` undoes it."""
 
     def attempts(
         self, model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]

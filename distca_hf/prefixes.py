@@ -57,11 +57,8 @@ def num_hashes(document_tokens: IntArray, least_tokens: int) -> IntArray:
 
 
 def hashes_of(tokens: IntArray, document_tokens: IntArray, least_tokens: int) -> IntArray:
-    """Returns the hashes of all documents, one document after the other. No hash is 0.
-
-    Args:
-        tokens: `[tokens of all documents]` a number for each token, made of everything that layers compute from.
-    """
+    """Returns the hashes of all documents, one document after the other. No hash is 0. `tokens` has a number for each
+    token of all documents, made of everything that layers compute from."""
     # Sums of tokens x random factors, modulo 2 ** 64. Different tokens have equal sums with a chance of 2 ** -64, or
     # 2 ** (n - 64) if all differences are multiples of 2 ** n.
     counts, first = num_hashes(document_tokens, least_tokens), offsets(document_tokens)

@@ -141,9 +141,6 @@ def read_command(arguments: Sequence[str]) -> Command:
 def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
     """Returns the script to run: the given one, or the recipe's own.
 
-    Args:
-        script: file, or name of a shipped example; None: the recipe's own.
-
     Raises:
         ConfigError: no script is named, or there is no such file.
     """

@@ -192,10 +192,7 @@ def check_mapping(settings: type, values: object, where: str) -> dict[str, objec
 
 
 def read_text(settings: type, name: str, text: str, where: str) -> object:
-    """Returns the value of a setting that is written as text.
-
-    Args:
-        name: as in `fields_of`.
+    """Returns the value of a setting that is written as text. `name` is as in `fields_of`.
 
     Raises:
         ConfigError: it is not a value of this setting; names its origin.

@@ -45,11 +45,8 @@ def this_rank() -> int:
 
 
 def warn(message: str, stacklevel: int) -> None:
-    """Warns on rank 0 of the job. Python shows a repeated warning once.
-
-    Args:
-        stacklevel: as of `warnings.warn`, seen from the caller.
-    """
+    """Warns on rank 0 of the job. Python shows a repeated warning once. `stacklevel` is that of `warnings.warn`, seen
+    from the caller."""
     if this_rank() == 0:
         warnings.warn(message, stacklevel=stacklevel + 1)
 
@@ -107,10 +104,8 @@ class LoaderTimes:
 def leave_for_launcher(words: str, follows: bool = False) -> None:
     """Writes an error into the file that the launcher reads if this process fails.
 
-    Writes nothing if the launcher named no file, or if it already exists (`torch.distributed.elastic`'s `record`).
-
-    Args:
-        follows: whether another process failed first. The launcher shows the error with the earliest second as cause.
+    Writes nothing if the launcher named no file, or if it already exists (`torch.distributed.elastic`'s `record`). An
+    error that follows another process's gets a later second: the launcher shows the earliest as cause.
     """
     name = launched_error_file()
     if name is None:

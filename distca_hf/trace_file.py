@@ -41,11 +41,8 @@ class TraceFile:
     """The file of this rank. A run replaces what an earlier run in the same folder wrote about the same steps and
     later ones. A resumed run keeps the steps before.
 
-    If the file cannot be written, training goes on: a warning names it, and nothing more is written.
-
-    Args:
-        folder: of the traces of all ranks; empty: `distca_report` in the output folder of a Trainer, or in the working
-            directory.
+    If the file cannot be written, training goes on: a warning names it, and nothing more is written. An empty `folder`
+    is `distca_report`, in the output folder of a Trainer or in the working directory.
     """
 
     def __init__(self, folder: str) -> None:
@@ -71,11 +68,7 @@ class TraceFile:
         return Path(self._given) if self._given else Path(self._output_folder, FOLDER)
 
     def write(self, number: int, trace: RankTrace) -> None:
-        """Appends a trace.
-
-        Args:
-            number: of this rank in the job, or of this attention server.
-        """
+        """Appends a trace. `number` is of this rank in the job, or of this attention server."""
         if self._failed:
             return
         line = f"{trace.line()}\n".encode()
@@ -142,10 +135,7 @@ def is_json(line: bytes) -> bool:
 
 
 def read_trace(line: str, where: str) -> RankTrace:
-    """Returns the trace of a line.
-
-    Args:
-        where: file and number of the line, for messages.
+    """Returns the trace of a line. `where` is the file and number of the line, for messages.
 
     Raises:
         ReportError: it is cut off, of another kind or version, or has other fields.

@@ -132,10 +132,8 @@ class Agreement:
         numbers: Mapping[str, int],
         scope: Scope | None = None,
     ) -> "Agreement":
-        """Starts sending `facts` and `numbers`. For one occasion, `numbers` must have the same names on all ranks.
-
-        Args:
-            scope: ranks that agree; by default the occasion's.
+        """Starts sending `facts` and `numbers`. For one occasion, `numbers` must have the same names on all ranks. The
+        ranks of `scope` agree, by default the occasion's.
 
         Raises:
             ValueError: there are more numbers than an agreement holds.
@@ -155,11 +153,7 @@ class Agreement:
     @classmethod
     def announce_unable(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> None:
         """Tells the other ranks, which go on to this micro-batch, that this one cannot. Only logs if that fails: the
-        caller has an error to raise already.
-
-        Args:
-            instead_of: the step that the others are about to take.
-        """
+        caller has an error to raise already. `instead_of` is the step that they are about to take."""
         try:
             cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}, SCOPE_OF[instead_of]).gather.wait()
         except DistCAError as error:

@@ -46,11 +46,7 @@ class Grid:
 
     @classmethod
     def flat(cls, ranks: Sequence[int], rank: int) -> "Grid":
-        """Returns the grid of ranks that differ only in their data: the same object each time.
-
-        Args:
-            ranks: of the group, in ascending order.
-        """
+        """Returns the grid of ranks that differ only in their data: the same object each time. `ranks` ascend."""
         return _flat(tuple(ranks), rank)
 
     @classmethod
@@ -177,9 +173,6 @@ class Grid:
     def ranks_per_node(self, launched_per_node: int) -> int:
         """Returns how many ranks that share documents also share a node; 0 if a launcher did not number nodes.
 
-        Args:
-            launched_per_node: ranks of the job on every node; 0 if that is not known.
-
         Raises:
             ConfigError: nodes hold unequal numbers of them.
         """
@@ -261,10 +254,8 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def check_same_grids(grid: Grid, told: Mapping[int, str]) -> None:
-    """Compares the grids of all ranks that train together.
-
-    Args:
-        told: `grid_in_words` of each rank, by its number in the job.
+    """Compares the grids of all ranks that train together. `told` has the `grid_in_words` of each rank, by its number
+    in the job.
 
     Raises:
         ConfigError: a rank has another grid than the first one; names both.

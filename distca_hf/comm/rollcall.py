@@ -55,22 +55,16 @@ def tells_of_a_lost_peer(error: BaseException) -> bool:
 
 
 class RollCall:
-    """Signs in and out at the store of the process group.
-
-    Args:
-        store: reachable as long as possible; the launcher's own, if there is one.
-        ranks: of the group, as they are numbered in the job.
-        patience_seconds: how long ranks are waited for that neither sign in nor left a message.
-        names: of ranks in messages, if they are not just their numbers.
-    """
+    """Signs in and out at the store of the process group."""
 
     def __init__(
         self,
-        store: Store,
+        store: Store,  # reachable as long as possible; the launcher's own, if there is one
         rank: int,
-        ranks: Sequence[int],
+        ranks: Sequence[int],  # of the group, as they are numbered in the job
+        # How long ranks are waited for that neither sign in nor left a message.
         patience_seconds: float = PATIENCE_SECONDS,
-        names: Mapping[int, str] | None = None,
+        names: Mapping[int, str] | None = None,  # of ranks in messages, if they are not just their numbers
     ) -> None:
         self._store = PrefixStore("distca_hf/rollcall", store)
         self._rank = rank

@@ -97,11 +97,7 @@ def cannot_meet(one: Place, other: Place) -> bool:
 
 class Repeated:
     """A thread that repeats a call. It is joined before Python ends: if Python cuts a thread off inside a call of the
-    store, the process aborts.
-
-    Args:
-        call: returns whether to go on.
-    """
+    store, the process aborts. It ends when the call returns False."""
 
     def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool]) -> None:
         self._pause_seconds, self._call = pause_seconds, call
@@ -110,11 +106,7 @@ class Repeated:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def begin(self, then: Callable[[], object] = lambda: None) -> None:
-        """Starts the thread, with a first call at once.
-
-        Args:
-            then: called after every call, in the thread.
-        """
+        """Starts the thread, with a first call at once. Calls `then` after every call, in the thread."""
         self._then = then
         atexit.register(self.end)
         self._thread.start()
@@ -134,22 +126,16 @@ class Repeated:
 
 
 class Whereabouts(Repeated):
-    """Shows the place of this rank, and finds out whether it waits in vain.
-
-    Args:
-        store: of the job; a connection that nothing else uses.
-        name: of the transport; the same on all ranks.
-        ranks: that run the same program, this one among them.
-        count: returns the exchanges of the transport and the collectives of other code that were started so far.
-    """
+    """Shows the place of this rank, and finds out whether it waits in vain."""
 
     def __init__(
         self,
-        store: Store,
-        name: str,
+        store: Store,  # of the job; a connection that nothing else uses
+        name: str,  # of the transport; the same on all ranks
         rank: int,
-        ranks: Sequence[int],
+        ranks: Sequence[int],  # that run the same program, this one among them
         labels: Sequence[str],
+        # Returns the exchanges of the transport and the collectives of other code that were started so far.
         count: Callable[[], tuple[int, int]],
         place: Callable[[], str],
         on_gpu: bool,

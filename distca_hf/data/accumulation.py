@@ -39,10 +39,8 @@ class MicroStep:
 class SteppedEpoch(ABC):
     """An epoch in optimizer steps. A subclass divides the documents of each step among its micro-batches.
 
-    An optimizer step has `micro_steps` micro-batches; the first and the last of an epoch may have fewer.
-
-    Args:
-        steps_from: a micro-batch with which some optimizer step begins.
+    An optimizer step has `micro_steps` micro-batches; the first and the last of an epoch may have fewer. Some
+    optimizer step begins with micro-batch `steps_from`.
     """
 
     def __init__(self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0) -> None:
@@ -94,11 +92,7 @@ class SteppedEpoch(ABC):
 
 
 class RegroupedEpoch(SteppedEpoch):
-    """An epoch whose long documents train together, as far as optimizer steps allow.
-
-    Args:
-        whole_tokens: tokens of a rank if documents stay whole; else None.
-    """
+    """An epoch whose long documents train together, as far as optimizer steps allow."""
 
     def __init__(
         self,
@@ -110,7 +104,7 @@ class RegroupedEpoch(SteppedEpoch):
         head_groups: int = 1,
         steps_from: int = 0,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
-        whole_tokens: int | None = None,
+        whole_tokens: int | None = None,  # tokens of a rank if documents stay whole; else None
     ) -> None:
         super().__init__(epoch, document_tokens, micro_steps, steps_from)
         self._capacity_tokens = capacity_tokens

@@ -66,11 +66,7 @@ def follows_masks(reading: Reading, names: Container[str]) -> bool:
 
 
 def tokens_of(values: Values, tokens: int, is_first: bool, reading: Reading, inputs: Iterable[str]) -> Tokens:
-    """Returns a segment of a document.
-
-    Args:
-        values: values of the segment, and of one token more if the document goes on.
-    """
+    """Returns a segment of a document. `values` are of the segment, and of one token more if the document goes on."""
     input_ids = values["input_ids"]
     # 1. Labels, except of tokens that are not learnt. If the document ends with the segment, one more follows.
     labels = np.full(tokens + 1, IGNORED_LABEL, dtype=np.int64)
@@ -142,9 +138,6 @@ class DocumentSource:
     no padding; `position_ids`, which must begin at 0 in every document; and other numbers per token that the model's
     forward pass takes. Columns without numbers are ignored.
 
-    Args:
-        capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
-
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
         documents_truncated, tokens_truncated: documents that `truncate` cut, and the tokens that it left out.
@@ -158,7 +151,7 @@ class DocumentSource:
     def __init__(
         self,
         dataset: "Dataset",
-        capacity_tokens: int,
+        capacity_tokens: int,  # tokens of a global micro-batch, or of a rank: no document may be longer
         overlong: OverlongPolicy = "error",
         stay_whole: bool = False,
         reading: Reading = Reading(),  # noqa: B008 (immutable)

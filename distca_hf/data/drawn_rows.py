@@ -39,10 +39,8 @@ SEED_INTEGERS = 8
 
 
 class DrawnRows:
-    """Rows that a transform makes on access. A column `length` must announce their lengths.
-
-    Args:
-        seed: decides, with epoch and row, what a transform draws at random.
+    """Rows that a transform makes on access. A column `length` must announce their lengths. With epoch and row, `seed`
+    decides what a transform draws at random.
 
     Attributes: see `StoredRows`; columns are those of the first row.
 
@@ -112,9 +110,6 @@ class DrawnRows:
 
 def values_of(row: Mapping[str, Any], reading: Reading, where: str, maker: str, tokens: int, because: str) -> Values:
     """Returns the columns of a row that count, as arrays.
-
-    Args:
-        tokens: length that each column must have.
 
     Raises:
         PackingError: a column cannot be used; names it.

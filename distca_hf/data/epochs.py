@@ -104,16 +104,6 @@ class ResumedEpoch:
 class EpochPacker:
     """Packs documents into the same number of global micro-batches in every epoch.
 
-    Args:
-        document_tokens: `[documents]` int64 lengths.
-        capacity_tokens: most tokens of a global micro-batch (ranks x tokens_per_rank).
-        seed: together with the epoch's number it decides the order of documents.
-        shuffle: False keeps the dataset's order, except for documents that come one micro-batch early.
-        fits: which documents have room, if ranks must hold whole ones; by default all of them. Others wait for the
-            next micro-batch. The longest of them must fit.
-        multiple: divides the number of micro-batches of an epoch: the number in an optimizer step, if all steps must
-            be whole.
-
     Raises:
         PackingError: the dataset is empty, a document is longer than a micro-batch, or there are too few for whole
             steps.
@@ -121,11 +111,14 @@ class EpochPacker:
 
     def __init__(
         self,
-        document_tokens: IntArray,
-        capacity_tokens: int,
-        seed: int = 0,
-        shuffle: bool = True,
+        document_tokens: IntArray,  # `[documents]` int64 lengths
+        capacity_tokens: int,  # most tokens of a global micro-batch (ranks x tokens_per_rank)
+        seed: int = 0,  # together with the epoch's number it decides the order of documents
+        shuffle: bool = True,  # False keeps the dataset's order, except for documents that come one micro-batch early
+        # Which documents have room, if ranks must hold whole ones; by default all of them. Others wait for the next
+        # micro-batch. The longest of them must fit.
         fits: Fits | None = None,
+        # Divides the number of micro-batches of an epoch: the number in an optimizer step, if all steps must be whole.
         multiple: int = 1,
     ) -> None:
         if len(document_tokens) == 0:
@@ -162,10 +155,8 @@ class EpochPacker:
         return Epoch(np.concatenate(members), np.cumsum([0] + [len(group) for group in members]))
 
     def rest(self, number: int, taken: Sequence[tuple[int, int]]) -> Epoch:
-        """Returns the rest of epoch `number`, after parts of it were taken in micro-batches of other sizes.
-
-        Args:
-            taken: (capacity_tokens, micro-batches taken) of each part, in order.
+        """Returns the rest of epoch `number`, after parts of it were taken in micro-batches of other sizes. `taken`
+        has (capacity_tokens, micro-batches taken) of each part, in order.
 
         Raises:
             PackingError: a document is longer than one of these micro-batches, or there were fewer of them.

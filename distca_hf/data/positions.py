@@ -142,11 +142,8 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, object]) -> 
 
 
 def with_checksum(fields: Mapping[str, object], documents: int) -> dict[str, object]:
-    """Returns the fields of a position with their checksum.
-
-    Args:
-        documents: `sum_of_documents` of the earlier documents of this epoch.
-    """
+    """Returns the fields of a position with their checksum. `documents` is the `sum_of_documents` of the earlier
+    documents of this epoch."""
     text = json.dumps([fields, documents % 2**64], sort_keys=True)
     return {**fields, "checksum": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
 

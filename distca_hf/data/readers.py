@@ -74,9 +74,6 @@ class ReaderPosition:
 class StreamReader:
     """Reads one part of a stream. The constructor reads a row, in the calling thread.
 
-    Args:
-        pass_number: number of the pass through the stream, counted from 0.
-
     Attributes:
         inputs: dtypes of further inputs of the model, by name; None until a row is read.
         seconds: spent reading so far.
@@ -90,7 +87,7 @@ class StreamReader:
         source: StreamSource,
         number: int,
         num_readers: int,
-        pass_number: int,
+        pass_number: int,  # number of the pass through the stream, counted from 0
         position: ReaderPosition = ReaderPosition(),
     ) -> None:
         self._source, self._name = source, f"reader {number} of {num_readers}"
@@ -245,12 +242,8 @@ class StreamReader:
         return found
 
     def _parts(self, packed: Any, tokens: int, where: str) -> Iterable[tuple[int, int, int]]:
-        """Returns, for each part of the documents of a row, where its document begins in the row, its first token,
-        and its end.
-
-        Args:
-            packed: lengths of the documents; None if the row is one.
-        """
+        """Returns, for each part of the documents of a row, where its document begins in the row, its first token, and
+        its end. `packed` are lengths of the documents; None if the row is one."""
         if packed is None and tokens <= self._source.longest_tokens:
             return [(0, 0, tokens)]
         lengths = np.atleast_1d(np.array(tokens if packed is None else packed))

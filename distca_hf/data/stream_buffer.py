@@ -131,23 +131,17 @@ class StepDocuments:
 
 
 class StreamBuffer:
-    """Documents that are known and not yet in a micro-batch.
-
-    Args:
-        capacity_tokens: most tokens of a micro-batch.
-        buffer_tokens: readers read until the buffer holds so many tokens.
-        seed, shuffle: decide the order of new documents; without shuffling, readers alternate.
-        fits: see `EpochPacker`.
-    """
+    """Documents that are known and not yet in a micro-batch."""
 
     def __init__(
         self,
         position: BufferPosition,
-        capacity_tokens: int,
-        buffer_tokens: int,
+        capacity_tokens: int,  # most tokens of a micro-batch
+        buffer_tokens: int,  # readers read until the buffer holds so many tokens
+        # Decide the order of new documents; without shuffling, readers alternate.
         seed: int = 0,
         shuffle: bool = True,
-        fits: Fits | None = None,
+        fits: Fits | None = None,  # see `EpochPacker`
     ) -> None:
         self._start = position
         self._capacity_tokens, self._buffer_tokens = capacity_tokens, buffer_tokens

@@ -77,10 +77,6 @@ class StreamSource:
     A `datasets.IterableDataset` is divided here. Any other stream is this rank's part already, with one reader per
     rank.
 
-    Args:
-        shuffle: whether each pass asks the stream for another order (`set_epoch`).
-        skips_bad_rows: whether rows that cannot be trained on are left out, with a warning each.
-
     Attributes:
         is_divided_here: whether every rank was given the whole stream.
         has_given_rows: whether this rank has read a row so far.
@@ -97,8 +93,8 @@ class StreamSource:
         longest_tokens: int,
         overlong: OverlongPolicy = "error",
         stay_whole: bool = False,
-        shuffle: bool = True,
-        skips_bad_rows: bool = False,
+        shuffle: bool = True,  # whether each pass asks the stream for another order (`set_epoch`)
+        skips_bad_rows: bool = False,  # whether rows that cannot be trained on are left out, with a warning each
     ) -> None:
         import datasets
 

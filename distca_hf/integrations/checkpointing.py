@@ -69,11 +69,8 @@ def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
 
 
 class RecomputedLayers:
-    """Finds the attention layers of one model that backward recomputes, and prepares checkpointing for them.
-
-    Args:
-        masks: of its attention layers; several of a layer that makes several attention calls.
-    """
+    """Finds the attention layers of one model that backward recomputes, and prepares checkpointing for them. A layer
+    that makes several attention calls has several `masks`."""
 
     def __init__(self, masks: Mapping[nn.Module, Sequence[Mask]]) -> None:
         self._masks = masks
@@ -177,10 +174,8 @@ def _attending_again(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
-    """Makes checkpointed modules that recompute everything keep attention outputs, too.
-
-    Args:
-        on_host: whether inputs and attention outputs are kept in host memory.
+    """Makes checkpointed modules that recompute everything keep attention outputs, too. With `on_host`, these and
+    inputs are kept in host memory.
 
     Returns:
         False if some of them cannot, because their checkpointing is reentrant.
@@ -205,10 +200,7 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _checkpoint_on_host(function: Checkpoint, *args: object, context_fn: OffloadedLayers, **kwargs: object) -> object:
     """Runs a checkpointed region of which everything waits on the host. Breaks graphs of a compiled model.
-
-    Args:
-        context_fn: runs the region. It has this name because `context_fn` marks functions that do not attend again.
-    """
+    `context_fn` runs it: this name marks functions that do not attend again."""
     return context_fn.run(function, *args, **kwargs)
 
 

@@ -112,10 +112,7 @@ def find_documents(device: torch.device, given: Given) -> Documents:
 
 def _tokens(given: Given, filled: int, device: torch.device) -> torch.Tensor | None:
     """Returns bool `[B, S]`, False for keys that are padding or free places of a cache; None if all are tokens.
-
-    Args:
-        filled: number of filled places in a row, this pass included.
-    """
+    `filled` places of a row count, this pass included."""
     padding, begin, end = given.padding, given.kv_offset, given.kv_offset + given.keys
     if padding is None and filled >= end:
         return None

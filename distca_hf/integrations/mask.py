@@ -49,35 +49,27 @@ KEYWORDS = ("kwargs", "flash_attn_kwargs")
 
 
 class RowMask:
-    """Stands in for an attention mask. Computes nothing until a layer asks; with a plan, none does.
-
-    Args:
-        shape: of the mask that it replaces, `[B, 1, T, S]`.
-        q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
-        padding: False (or 0) for each place of a row that is padding; None if no mask was given.
-        numbers: the mask as given to the model, before it was made bool; None if unknown.
-        positions: of the queries, as given to Transformers; None if unknown.
-        packed: a function that lets a token see the one before it if both are in one document; None if there is none.
-        window_tokens: the most keys that a query sees; None if it sees all of its document.
-        chunked: whether documents are known to be divided into chunks of `window_tokens` instead.
-        refusal: why the mask is more than causal documents; None if it is not.
-    """
+    """Stands in for an attention mask. Computes nothing until a layer asks; with a plan, none does."""
 
     ndim = 4
 
     def __init__(
         self,
-        shape: tuple[int, int, int, int],
+        shape: tuple[int, int, int, int],  # of the mask that it replaces, `[B, 1, T, S]`
         device: torch.device,
+        # Places of the first query and the first key in their row, tokens in a cache included.
         q_offset: int | torch.Tensor = 0,
         kv_offset: int = 0,
+        # False (or 0) for each place of a row that is padding; None if no mask was given.
         padding: torch.Tensor | None = None,
+        # The mask as given to the model, before it was made bool; None if unknown.
         numbers: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,  # of the queries, as given to Transformers; None if unknown
+        # A function that lets a token see the one before it if both are in one document; None if there is none.
         packed: MaskFunction | None = None,
-        window_tokens: int | None = None,
-        chunked: bool = False,
-        refusal: str | None = None,
+        window_tokens: int | None = None,  # the most keys that a query sees; None if it sees all of its document
+        chunked: bool = False,  # whether documents are known to be divided into chunks of `window_tokens` instead
+        refusal: str | None = None,  # why the mask is more than causal documents; None if it is not
     ) -> None:
         self.shape, self.window_tokens, self.chunked, self.refusal = shape, window_tokens, chunked, refusal
         self._device, self._q_offset, self._kv_offset = device, q_offset, kv_offset

@@ -125,11 +125,8 @@ class OffloadedLayers:
         return OffloadedLayers, ()
 
     def run(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Runs a checkpointed module in forward.
-
-        Args:
-            function: like `torch.utils.checkpoint.checkpoint`, not reentrant.
-        """
+        """Runs a checkpointed module in forward. `function` is like `torch.utils.checkpoint.checkpoint`, not
+        reentrant."""
         self.settle()
         region = HostRegion(self)
         self._regions = [known for known in self._regions if known() is not None]  # others have run backward

@@ -46,11 +46,8 @@ def hopper_cache_bytes(device: torch.device) -> int:
 
 
 class Flash4Kernel:
-    """FlashAttention 4, compiled when first used: about four seconds per variant.
-
-    Args:
-        cache_bytes: returns the bytes of a device's L2 cache; 0 leaves all calls as the package makes them.
-    """
+    """FlashAttention 4, compiled when first used: about four seconds per variant. `cache_bytes` returns the bytes of a
+    device's L2 cache; 0 leaves all calls as the package makes them."""
 
     def __init__(self, interface: ModuleType, cache_bytes: Callable[[torch.device], int] = hopper_cache_bytes) -> None:
         self._forward = interface._flash_attn_fwd
@@ -159,10 +156,7 @@ def query_row_bytes(head_dim: int, value_dim: int, element_bytes: int) -> int:
 def kv_heads_of_short_calls(key_rows: int, heads: int, kv_heads: int) -> int | None:
     """Returns the most KV heads of a call whose blocks of keys stay together; None if all of them may be in one call.
 
-    A call has at least one KV head, with all of its query heads.
-
-    Args:
-        heads, kv_heads: query heads and KV heads of all calls together.
+    A call has at least one KV head, with all of its query heads. Heads are of all calls together.
     """
     kv_heads_of_a_call = max(1, SHORT_CALL_HEAD_ROWS * kv_heads // (key_rows * heads))
     return None if kv_heads_of_a_call >= kv_heads else kv_heads_of_a_call

@@ -76,11 +76,8 @@ def mask_of(spec: AttentionSpec) -> Mask:
 
 @lru_cache(maxsize=256)
 def before_queries(spec: AttentionSpec, window_tokens: int = 0) -> AttentionSpec:
-    """Returns the spec of calls whose keys all come before their queries.
-
-    Args:
-        window_tokens: last keys that the last query attends to, and each query before it one more; 0 for all keys.
-    """
+    """Returns the spec of calls whose keys all come before their queries. The last query attends to the last
+    `window_tokens` keys, and each query before it to one more; 0 for all keys."""
     return spec._replace(causal=False, window_tokens=window_tokens)
 
 
@@ -210,11 +207,7 @@ class Kernel(Protocol):
     """Attention of all tasks of a call."""
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        """Computes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs).
-
-        Args:
-            room: for the results; by default they are new and contiguous.
-        """
+        """Computes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs)."""
         ...
 
     def backward(
@@ -234,12 +227,9 @@ def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:
 def empty_layer_outputs(
     q_TNH: torch.Tensor, v_SGV: torch.Tensor, head_by_head: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns room for the results of a layer: `[T, N, V]` output and `[T, N]` log-sum-exp.
-
-    Args:
-        head_by_head: the log-sum-exp is `[N, T]` in memory, as kernels write and read it. If rows of it are sent, the
-            heads of a row must follow each other instead.
-    """
+    """Returns room for the results of a layer: `[T, N, V]` output and `[T, N]` log-sum-exp. `head_by_head` makes the
+    log-sum-exp `[N, T]` in memory, as kernels write and read it. If rows of it are sent, the heads of a row must
+    follow each other instead."""
     rows, heads, _ = q_TNH.shape
     dtype, device = q_TNH.dtype, q_TNH.device
     strides = (1, max(1, rows)) if head_by_head else (heads, 1)

@@ -72,12 +72,8 @@ class Launches(NamedTuple):
 
 
 class RecordedCalls:
-    """Records calls of a package's functions, and repeats them.
-
-    Args:
-        package: module whose functions keep compiled kernels in their attribute `compile_cache`. Without such
-            functions nothing is recorded.
-    """
+    """Records calls of a package's functions, and repeats them. They keep compiled kernels in their attribute
+    `compile_cache`. Without such functions nothing is recorded."""
 
     # Shared by all instances: they replace attributes of the same functions.
     _recording = threading.Lock()

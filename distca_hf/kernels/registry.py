@@ -228,10 +228,8 @@ def kernel_name(kernel: Kernel) -> str:
 def choose_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
     """Returns the kernel called `name`; for "auto" the first of the table that can compute the operands.
 
-    A kernel is tried on a few tokens when it is first chosen. "auto" takes the reference only on a CPU.
-
-    Args:
-        spec: how to attend; all kernels take any scale, can be deterministic, and take all windows or none.
+    A kernel is tried on a few tokens when it is first chosen. "auto" takes the reference only on a CPU. All kernels
+    take any scale, can be deterministic, and take all windows or none.
 
     Raises:
         UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot compute them; names the options with
@@ -286,11 +284,8 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
 
 
 def why_not(name: KernelName, operands: Operands, spec: AttentionSpec) -> str | None:
-    """Returns why "auto" does not take a kernel for a layer; None if it takes it once it is installed and runs.
-
-    Args:
-        operands, spec: of a call; the device need not be there.
-    """
+    """Returns why "auto" does not take a kernel for a layer; None if it takes it once it is installed and runs. The
+    device of `operands` need not be there."""
     reason = _refusal(KERNELS[name], operands, spec)
     if reason is None and operands.num_heads % operands.num_kv_heads:
         return f"has {operands.num_heads} query heads, which are not a multiple of {operands.num_kv_heads} KV heads"

@@ -208,11 +208,7 @@ def prepare_merge(
 
 
 def add_sinks(out_TNV: torch.Tensor, lse_TN: torch.Tensor, sinks_N: torch.Tensor) -> None:
-    """Adds sinks to complete rows, in place.
-
-    Args:
-        sinks_N: in any floating dtype; sums are in the dtype of log-sum-exps.
-    """
+    """Adds sinks, in any floating dtype, to complete rows in place. Sums are in the dtype of log-sum-exps."""
     total_TN = torch.logaddexp(lse_TN, sinks_N.to(lse_TN.dtype))
     scale_rows(out_TNV, lse_TN, total_TN, out_TNV)
     lse_TN.copy_(total_TN)

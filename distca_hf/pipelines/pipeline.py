@@ -170,10 +170,8 @@ def _make_room(
     """Returns the documents of each micro-batch, after making room for documents that had none.
 
     In a full step the remaining room is scattered over micro-batches. One of them collects it by exchanging longer
-    documents for shorter ones of the others.
-
-    Args:
-        group_of: `[documents]` micro-batch of each document; `micro_batches` if none had room.
+    documents for shorter ones of the others. In `group_of` these have the number of micro-batches instead of one of
+    them.
 
     Returns:
         None if some document still does not fit.

@@ -188,10 +188,8 @@ class Action(NamedTuple):
 
 
 class Schedule:
-    """All operations and transfers of an optimizer step, each after everything that it waits for.
-
-    Args:
-        queues: which transfers wait for each other, with more than one chunk.
+    """All operations and transfers of an optimizer step, each after everything that it waits for. With more than one
+    chunk, transfers in a queue wait for each other.
 
     Raises:
         ConfigError: the schedule cannot run, see `Parts.check`.

@@ -184,10 +184,8 @@ def attend_backward(
     plan: LivePlan,
     has_sinks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of q, k and v from the output's gradient; fetches rows that were not kept again.
-
-    Args:
-        has_sinks: whether output and log-sum-exp include sinks.
+    """Returns gradients of q, k and v from the output's gradient; fetches rows that were not kept again. With
+    `has_sinks`, output and log-sum-exp include sinks.
 
     Raises:
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.

@@ -58,15 +58,6 @@ class ForwardPass:
 
     Methods that agree raise PlanMismatchError if ranks differ, and PeerLostError if one is lost.
 
-    Args:
-        facts: facts that must be the same on all ranks; None if the model is not enabled: then ranks agree on nothing.
-        num_calls: number of attention calls of the pass, if known.
-        before: calls of the model's previous pass; None if there was none.
-        trace: notes what the calls spend time on, if the step is reported.
-        state: checksums of weights and of buffers, by name. Ranks that show any compare them.
-        also: further integers that ranks show each other with the facts; None if there are none.
-        layers_of_calls: number of the layer of each call, if layers make several in tiles of heads.
-
     Attributes:
         calls, backward_calls: number of calls of the operator so far; `calls` includes recomputed ones.
         layers: numbers of the layers that made the calls, on the host, without recomputed ones.
@@ -78,12 +69,16 @@ class ForwardPass:
         self,
         transport: Transport,
         micro_batch: int,
+        # Facts that must be the same on all ranks; None if the model is not enabled: then ranks agree on nothing.
         facts: Mapping[str, object] | None = None,
-        num_calls: int | None = None,
-        before: PassCalls | None = None,
-        trace: PassTrace = UNTRACED,
+        num_calls: int | None = None,  # number of attention calls of the pass, if known
+        before: PassCalls | None = None,  # calls of the model's previous pass; None if there was none
+        trace: PassTrace = UNTRACED,  # notes what the calls spend time on, if the step is reported
+        # Checksums of weights and of buffers, by name. Ranks that show any compare them.
         state: Mapping[str, Mapping[str, object]] = NO_STATE,
+        # Further integers that ranks show each other with the facts; None if there are none.
         also: AlsoShown | None = None,
+        # Number of the layer of each call, if layers make several in tiles of heads.
         layers_of_calls: Sequence[int] = (),
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
@@ -131,11 +126,8 @@ class ForwardPass:
         )
 
     def note_call(self, layer: torch.Tensor | None, needs_gradients: bool) -> None:
-        """Notes the layer of the latest call, if known, and whether backward will follow it.
-
-        Args:
-            layer: its number, on the host; read for all calls at once, at the end of the pass.
-        """
+        """Notes the layer of the latest call, if known, and whether backward will follow it. Layers are read for all
+        calls at once, at the end of the pass."""
         if self._ended:
             return
         if layer is not None:
@@ -327,11 +319,8 @@ class ForwardPass:
                 self._agree_to_differentiate()
 
     def _enter_backward(self, goes_on: bool) -> None:
-        """Agrees with the other ranks if a call is the first one of a backward pass.
-
-        Args:
-            goes_on: whether the call follows a recomputed one, and may be in a nested backward pass.
-        """
+        """Agrees with the other ranks if a call is the first one of a backward pass. With `goes_on` it follows a
+        recomputed one, and may be in a nested backward pass."""
         number = backward_number()
         if number in self._in_autograd:
             return

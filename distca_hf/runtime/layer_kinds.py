@@ -81,11 +81,8 @@ class PinnedKinds:
 
     @classmethod
     def prepare(cls, routed: RoutedKinds, pin: bool = False, halo_tokens: int | None = None) -> "PinnedKinds":
-        """Gathers the routing of each kind of layers; safe in a background thread.
-
-        Args:
-            halo_tokens: see `Fragments.of`; None for a model without states, or whose documents stay whole.
-        """
+        """Gathers the routing of each kind of layers; safe in a background thread. `halo_tokens` (`Fragments.of`) is
+        None for a model without states, or whose documents stay whole."""
         prepare = partial(PinnedRouting.prepare, pin=pin)
         plans = {mask: plan.with_routings(prepare) for mask, plan in routed.plans.items()}
         layout, rank, fragments = routed.layout, routed.rank, None

@@ -88,15 +88,6 @@ class LivePlan:
     Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them. A live plan is none of
     these, so the very same object reaches every layer.
 
-    Args:
-        planned: the planned micro-batch, or what plans it later. All its routings have one layout, so a rank holds the
-            same rows in every layer.
-        agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
-        replan: plans the micro-batch again if the ranks that take part change; None if they do not.
-        document_tokens: `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None
-            on ranks that hold none.
-        also: further integers that ranks show each other in a pass; None if there are none.
-
     Attributes:
         numbers: numbers of every data rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
@@ -106,13 +97,19 @@ class LivePlan:
     def __init__(
         self,
         micro_batch: int,
+        # The planned micro-batch, or what plans it later. All its routings have one layout, so a rank holds the same
+        # rows in every layer.
         planned: Planned | PlannedLater,
         transport: Transport,
         config: DistCAConfig,
+        # Facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         agreement: Agreement | None = None,
+        # Plans the micro-batch again if the ranks that take part change; None if they do not.
         replan: Callable[[], Planned | None] | None = None,
+        # `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None on ranks that
+        # hold none.
         document_tokens: IntArray | None = None,
-        also: AlsoShown | None = None,
+        also: AlsoShown | None = None,  # further integers that ranks show each other in a pass; None if there are none
     ) -> None:
         self.micro_batch, self.document_tokens = micro_batch, document_tokens
         self.transport = transport

@@ -92,11 +92,8 @@ class RowsHome:
     where: str
 
     def features(self, rows: torch.Tensor, differentiate: bool) -> torch.Tensor:
-        """Returns `[rows of the batch, D]` from `[computed rows, D]`. A collective call.
-
-        Args:
-            differentiate: whether gradients go back; the same on all ranks.
-        """
+        """Returns `[rows of the batch, D]` from `[computed rows, D]`. A collective call. `differentiate` says whether
+        gradients go back; the same on all ranks."""
         if not differentiate:
             return self.bring(rows.detach())
         anchor = rows.new_zeros((), dtype=torch.float32).requires_grad_()

@@ -87,11 +87,8 @@ def check_call(number: int, num_calls: int, remedy: str) -> None:
 
 
 class SavingRegion:
-    """Keeps the outputs of its calls in place.
-
-    Args:
-        remedy: what to do if recomputation makes more calls than forward did.
-    """
+    """Keeps the outputs of its calls in place. `remedy` says what to do if recomputation makes more calls than forward
+    did."""
 
     def __init__(self, remedy: str = REMEDY) -> None:
         self._remedy = remedy
@@ -209,11 +206,7 @@ class _Held(torch.autograd.Function):
 
 def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs], of_states: bool = False) -> Outputs:
     """Returns the outputs of a call, computed or saved. An enclosing region also keeps them: its recomputation runs
-    forward of this one again.
-
-    Args:
-        of_states: whether a layer with a state calls, not attention.
-    """
+    forward of this one again. With `of_states` a layer with a state calls, not attention."""
     saving = _saving(run, of_states)
     if run is None or saving is None:
         return operator()

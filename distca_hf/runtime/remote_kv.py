@@ -22,10 +22,8 @@ from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRou
 
 
 class PreparedKV:
-    """Layout of rows of keys and values in alike layers, and the functions that copy and add them.
-
-    Args:
-        k, v: `[rows, G, H]`, `[rows, G, V]` of one of these layers.
+    """Layout of rows of keys and values in alike layers, and the functions that copy and add them. `k` and `v` are
+    `[rows, G, H]` and `[rows, G, V]` of one of these layers.
 
     Attributes:
         width: elements of a row with keys and values side by side.
@@ -223,12 +221,7 @@ class RemoteKVGradients:
 
 
 class KVDispatch:
-    """Dispatch of keys and values to the ranks that read them.
-
-    Args:
-        sends: whether any rank sends keys; otherwise there is nothing to receive.
-        received: rows of an earlier dispatch, to put where calls read them; then nothing is sent.
-    """
+    """Dispatch of keys and values to the ranks that read them."""
 
     def __init__(
         self,
@@ -236,7 +229,8 @@ class KVDispatch:
         v: torch.Tensor,
         prepared: PreparedKV,
         *,
-        sends: bool,
+        sends: bool,  # whether any rank sends keys; otherwise there is nothing to receive
+        # Rows of an earlier dispatch, to put where calls read them; then nothing is sent.
         received: torch.Tensor | None = None,
     ) -> None:
         self.sends, self._prepared = sends and received is None, prepared

@@ -54,20 +54,16 @@ class RemoteQueries:
 
 
 class ForwardRemoteQueries(RemoteQueries):
-    """Remote queries in forward; results are outputs and log-sum-exps.
-
-    Args:
-        q, v: `[rows, ...]` queries and values of this rank.
-        received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
-    """
+    """Remote queries in forward; results are outputs and log-sum-exps."""
 
     def __init__(
         self,
         layers: AlikeLayers,
+        # `[rows, ...]` queries and values of this rank.
         q: torch.Tensor,
         v: torch.Tensor,
         moves: QueryRouting,
-        received: torch.Tensor | None,
+        received: torch.Tensor | None,  # `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent
     ) -> None:
         self._dispatch = None
         if received is None:
@@ -91,20 +87,16 @@ class BackwardRemoteQueries(RemoteQueries):
     kept.
 
     Owner ranks add sinks. Kept results lack them, so log-sum-exps with sinks are sent with output gradients.
-
-    Args:
-        kept: rows of forward; None to send them again.
-        has_sinks: whether log-sum-exps include sinks.
     """
 
     def __init__(
         self,
         layers: AlikeLayers,
         rows: QueryRows,
-        kept: Kept | None,
+        kept: Kept | None,  # rows of forward; None to send them again
         moves: QueryRouting,
         spec: AttentionSpec,
-        has_sinks: bool,
+        has_sinks: bool,  # whether log-sum-exps include sinks
     ) -> None:
         self._without_sinks: tuple[torch.Tensor, torch.Tensor] | None = None
         if kept is None:
@@ -169,11 +161,8 @@ class QueryDispatch:
 
 
 class ResultCombine:
-    """Combine of remote-query rows into the layout rows that their owner ranks hold.
-
-    Args:
-        tensors: `[remote-query rows, ...]` results.
-    """
+    """Combine of remote-query rows into the layout rows that their owner ranks hold. Results are `[remote-query rows,
+    ...]`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
         self._tensors, self._moves = tensors, moves

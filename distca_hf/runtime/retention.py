@@ -56,11 +56,8 @@ class PassLayers(NamedTuple):
     layers_of_calls: tuple[int, ...] = ()  # number of the layer of each call, if layers make several in tiles of heads
 
     def of(self, kind: Mask, longest_document_tokens: int) -> HeldLayers:
-        """Returns the layers of one kind, at least one. If no layer is known to have this mask, all may have it.
-
-        Args:
-            longest_document_tokens: a window that is at least this long counts as no window.
-        """
+        """Returns the layers of one kind, at least one. If no layer is known to have this mask, all may have it. A
+        window that is at least as long as the longest document counts as no window."""
 
         def in_kind(mask: Mask) -> bool:
             return mask.within(longest_document_tokens) == kind
@@ -119,19 +116,15 @@ class Retention:
     """Decides for a micro-batch which rows of other ranks are kept until backward, and until recomputation.
 
     The first layer decides for all layers with its mask; all ranks decide alike, because fetching is an exchange.
-
-    Args:
-        facts: of the layers with one mask.
-        room_bytes: on each rank without tokens; None if there are none.
-        halos: retentions of the layers with windows, which have few rows and count before full layers'; None for a
-            layer with a window.
     """
 
     def __init__(
         self,
         config: DistCAConfig,
-        facts: PlanFacts,
-        room_bytes: float | None = None,
+        facts: PlanFacts,  # of the layers with one mask
+        room_bytes: float | None = None,  # on each rank without tokens; None if there are none
+        # Retentions of the layers with windows, which have few rows and count before full layers'; None for a layer
+        # with a window.
         halos: "Sequence[Retention] | None" = (),
     ) -> None:
         self._config, self._facts, self._room_bytes, self._halos = config, facts, room_bytes, halos

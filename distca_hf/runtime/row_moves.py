@@ -121,10 +121,6 @@ class DeviceRowMoves:
 class PassRows:
     """The rows of one forward pass, and of its backward pass.
 
-    Args:
-        shape: of the batch, `(B, L)`.
-        before_backward: agrees with all ranks that they differentiate this pass.
-
     Attributes:
         num_placed, num_tokens: number of rows that this rank's layers compute; the first `num_tokens` are tokens.
         before_backward: as given; does nothing if no rows move between ranks.
@@ -134,9 +130,9 @@ class PassRows:
         self,
         moves: DeviceRowMoves,
         transport: Transport,
-        shape: tuple[int, int],
+        shape: tuple[int, int],  # of the batch, `(B, L)`
         where: str,
-        before_backward: Callable[[], None],
+        before_backward: Callable[[], None],  # agrees with all ranks that they differentiate this pass
     ) -> None:
         self.num_placed, self.num_tokens, self.shape = moves.on_host.num_placed, len(moves.on_host.received), shape
         self._moves, self._transport, self._where = moves, transport, where
@@ -144,10 +140,7 @@ class PassRows:
 
     def move_in(self, values: Sequence[torch.Tensor], differentiate: bool) -> list[torch.Tensor]:
         """Returns `[placed rows, ...]` of `[places, ...]` tensors; zeros in rows without a token. A collective call.
-
-        Args:
-            differentiate: whether some rank needs gradients of its values; the same on all ranks.
-        """
+        `differentiate` says whether some rank needs gradients of its values; the same on all ranks."""
         if not (differentiate or any(value.requires_grad for value in values)):
             return self.exchange(values, True, "forward", self.shapes_in(values))
         anchor = values[0].new_zeros((), dtype=torch.float32).requires_grad_()

@@ -44,10 +44,7 @@ LONGEST_LOOK_SECONDS = 1.0
 
 class MembershipWatch(Repeated):
     """A thread that also asks the store which memberships were lost. With several plugins, several are open at once.
-
-    Args:
-        store: a connection that nothing else uses.
-    """
+    Nothing else uses its connection to the store."""
 
     def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool], store: JobStore) -> None:
         super().__init__(name, pause_seconds, call)
@@ -68,11 +65,7 @@ class MembershipWatch(Repeated):
         return membership in self._messages
 
     def abandon(self, membership: int, message: str) -> None:
-        """Gives up a membership, for all trainers and servers.
-
-        Args:
-            message: the reason. If another trainer was first, its message stays.
-        """
+        """Gives up a membership, for all trainers and servers. If another trainer was first, its message stays."""
         self._messages.setdefault(membership, message)
         with suppress(RuntimeError):  # the store is gone, and with it the job
             self._messages[membership] = self._store.set_first(_abandoned(membership), message.encode()).decode()
@@ -87,10 +80,8 @@ class MembershipWatch(Repeated):
 class Heartbeat(MembershipWatch):
     """A server's end: beats, and reads whether trainers have given up a membership.
 
-    Ends the process, with status `TRAINERS_GONE`, if the store or the supervisor is gone.
-
-    Args:
-        pipe: file descriptor to which every beat writes a byte; None without a supervisor.
+    Ends the process, with status `TRAINERS_GONE`, if the store or the supervisor is gone. Every beat writes a byte to
+    the file descriptor `pipe`; None without a supervisor.
     """
 
     def __init__(self, store: JobStore, server: int, restarts: int, pipe: int | None) -> None:
@@ -128,11 +119,8 @@ class LastBeat:
 
 
 class Watch(MembershipWatch):
-    """A trainer's end: finds out which servers are alive, and which memberships are lost.
-
-    Args:
-        limit_seconds: silence after which a server counts as lost.
-    """
+    """A trainer's end: finds out which servers are alive, and which memberships are lost. A server that is silent for
+    `limit_seconds` counts as lost."""
 
     def __init__(self, store: JobStore, num_servers: int, limit_seconds: float) -> None:
         super().__init__("distca-watch", LOOK_SECONDS, self.look, store)
@@ -256,10 +244,8 @@ class StreamProgress(Repeated):
     """How long a GPU's stream has made no progress, and whether it waits for exchanges.
 
     A thread records a mark in the stream, and the next one once the stream has passed it. It is a separate thread,
-    because its calls may block: the driver lets none through while another thread waits to launch on a full stream.
-
-    Args:
-        device: its current stream, in the thread that makes this object.
+    because its calls may block: the driver lets none through while another thread waits to launch on a full stream. It
+    watches the stream that is current in the thread that makes this object.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -79,12 +79,7 @@ def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
 
 
 class MembershipTransport(TorchTransport):
-    """Exchanges of one membership. A wait ends when a member is lost.
-
-    Args:
-        lost: returns a message about a lost member, or None.
-        may_fail: returns whether a lost server costs a step instead of the job: no roll call is made then.
-    """
+    """Exchanges of one membership. A wait ends when a member is lost."""
 
     def __init__(
         self,
@@ -92,7 +87,8 @@ class MembershipTransport(TorchTransport):
         rollcall: RollCall,
         device: torch.device,
         grid: Grid,
-        lost: Callable[[], str | None],
+        lost: Callable[[], str | None],  # returns a message about a lost member, or None
+        # Returns whether a lost server costs a step instead of the job: no roll call is made then.
         may_fail: Callable[[], bool],
         traffic: Traffic | None = None,
     ) -> None:

@@ -138,11 +138,7 @@ class PassOrder(NamedTuple):
 
 
 def encode(order: Order, sequence: int) -> bytes:
-    """Returns an order as a message.
-
-    Args:
-        sequence: number of earlier orders of this membership to the server.
-    """
+    """Returns an order as a message. `sequence` is the number of earlier orders of this membership to the server."""
     header = np.array([ORDER_VERSION, order.membership, sequence, order.kind], dtype="<i8").tobytes()
     return header + np.ascontiguousarray(order.numbers, dtype="<i8").tobytes()
 
@@ -222,11 +218,7 @@ class Outbox:
 
 
 class Inbox:
-    """A server's end of its mailbox.
-
-    Args:
-        restarts: how often it was started before. Orders for earlier processes are not read.
-    """
+    """A server's end of its mailbox. Orders for earlier processes of the server are not read."""
 
     def __init__(self, store: JobStore, server: int, restarts: int = 0) -> None:
         self._store, self._server, self._sequences = store, server, Sequences()

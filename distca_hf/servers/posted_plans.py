@@ -54,10 +54,7 @@ log = get_logger(__name__)
 
 class MeasuredCalls(Posted):
     """Measures the calls of a plan, and posts nothing: on a server, and on trainers whose servers are all lost.
-
-    Args:
-        stopwatch: measures its kernels; None if their times are not needed.
-    """
+    `stopwatch` is None if times of kernels are not needed."""
 
     def __init__(self, rank: int, stopwatch: Stopwatch | None) -> None:
         self._rank, self._stopwatch = rank, stopwatch
@@ -227,11 +224,8 @@ class ReportedPass(NamedTuple):
 
 @dataclass
 class ServedTraces:
-    """The traces of an attention server about one membership.
-
-    Args:
-        root: traces may be written only below this folder: the setting `report_folder`, or the working directory.
-    """
+    """The traces of an attention server about one membership. They may be written only below `root`: the setting
+    `report_folder`, or the working directory."""
 
     server: int
     device: torch.device
@@ -242,11 +236,7 @@ class ServedTraces:
         self._file, self._folder, self._refused = TraceFile(""), "", ""
 
     def begin(self, plan: LivePlan, text: str) -> None:
-        """Traces the pass that begins.
-
-        Args:
-            text: of a `ReportedPass`.
-        """
+        """Traces the pass that begins."""
         reported = ReportedPass.of(text)
         root = self.root.resolve()
         if not Path(reported.folder).resolve().is_relative_to(root):

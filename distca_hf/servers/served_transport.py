@@ -56,13 +56,6 @@ OPENINGS = 5
 class ServedTransport:
     """Transport of a trainer with attention servers; agreements are only among the trainers.
 
-    Args:
-        among_trainers: transport of the trainers only.
-        all_servers: servers that were launched, whether they are alive or not.
-        settings: of the plugin, for the servers.
-        timeout_seconds, patience_seconds: deadlines of an exchange, and for all servers to come at the beginning.
-        limit_seconds: a server without a heartbeat for this long is lost.
-
     Attributes:
         among_trainers: see above; for batches in which no server takes part.
         extra_ranks: their part in plans; None if no server takes part.
@@ -73,13 +66,14 @@ class ServedTransport:
 
     def __init__(
         self,
-        among_trainers: Transport,
+        among_trainers: Transport,  # transport of the trainers only
         device: torch.device,
-        all_servers: Servers,
-        settings: Mapping[str, object],
+        all_servers: Servers,  # servers that were launched, whether they are alive or not
+        settings: Mapping[str, object],  # of the plugin, for the servers
+        # Deadlines of an exchange, and for all servers to come at the beginning.
         timeout_seconds: float,
         patience_seconds: float,
-        limit_seconds: float,
+        limit_seconds: float,  # a server without a heartbeat for this long is lost
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size, self.grid = among_trainers.rank, among_trainers.world_size, among_trainers.grid
@@ -208,11 +202,8 @@ class ServedTransport:
     def order_plan(
         self, holder: object, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
     ) -> int:
-        """Posts a plan to the members, and returns its number.
-
-        Args:
-            holder: members may drop the plan when this object is gone on the trainers.
-        """
+        """Posts a plan to the members, and returns its number. Members may drop it when `holder` is gone on the
+        trainers."""
         self._plans += 1
         self.speeds.note_plan()
         self._alive.add(self._plans)
@@ -322,11 +313,8 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows under way; a lost server may make the step fail.
-
-    Args:
-        progress: of the GPU, if the exchange belongs to no step.
-    """
+    """Rows under way; a lost server may make the step fail. `progress` is that of the GPU, if the exchange belongs to
+    no step."""
 
     def __init__(self, transport: ServedTransport, exchange: Exchange, progress: StreamProgress | None) -> None:
         self._transport, self._exchange, self._progress = transport, exchange, progress

@@ -59,10 +59,7 @@ LEAVE_SECONDS = 25.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves as the child of a supervisor, and returns the exit status.
-
-    Args:
-        arguments: numbers of `serve_job`.
+    """Serves as the child of a supervisor, and returns the exit status. `arguments` are the numbers of `serve_job`.
 
     Raises:
         DistCAError: see `serve_job`.

@@ -202,11 +202,8 @@ class SpeedEstimates:
 
 
 class ServerSpeeds:
-    """A trainer's end: its numbers in the vote on a step, and the speeds that follow from all trainers' numbers.
-
-    Args:
-        is_measured: whether speeds are measured; if not, servers keep the initial ones.
-    """
+    """A trainer's end: its numbers in the vote on a step, and the speeds that follow from all trainers' numbers. If
+    speeds are not measured, servers keep the initial ones."""
 
     def __init__(self, servers: Servers, is_measured: bool, device: torch.device) -> None:
         # Of this trainer's kernels; None if speeds are not measured.
@@ -222,11 +219,8 @@ class ServerSpeeds:
 
     def begin_membership(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
         """Begins to measure these members, and returns their part in plans; None if there are none. Forgets
-        measurements of a step that did not count.
-
-        Args:
-            here: part of the launcher's store with their reports, on the trainer that reads it; None on others.
-        """
+        measurements of a step that did not count. `here` has their reports, on the trainer that reads it; None on
+        others."""
         self._members, self._here, self._last_reports = members, here, None
         if self.stopwatch is not None:
             self.stopwatch.discard()

@@ -55,11 +55,8 @@ ERRORS = 2
 
 
 def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[str] = SERVER) -> int:
-    """Keeps a server alive until the trainers have ended, and returns the exit status.
-
-    Args:
-        line: command of a server. The three numbers above, its earlier restarts and a file descriptor are appended.
-    """
+    """Keeps a server alive until the trainers have ended, and returns the exit status. The three numbers, its earlier
+    restarts and a file descriptor are appended to `line`."""
     silence_seconds = SILENT_LIMITS * DistCAConfig().timeouts.heartbeat_limit_seconds
     command = (*line, *map(str, (number, num_trainers, num_servers)))
     return Supervisor(f"attention server {number}", command, silence_seconds).run()

@@ -140,10 +140,8 @@ def check_model(
     device: torch.device | str = "cpu",
     given_batches: bool = False,
 ) -> None:
-    """Accepts a model, or says why not.
-
-    Args:
-        given_batches: whether the program gives all batches. They hold whole documents, so any loss is allowed.
+    """Accepts a model, or says why not. With `given_batches` the program gives all batches: they hold whole documents,
+    so any loss is allowed.
 
     Raises:
         UnsupportedAttentionError: all reasons against the model, each with layer, setting and value.
@@ -158,11 +156,7 @@ def check_model(
 
 def refusals(model: nn.Module, longest_document_tokens: int, given_batches: bool = False) -> list[str]:
     """Returns all reasons against a model, on any device; none if it can run with a kernel that computes its layers.
-
-    Args:
-        model, longest_document_tokens, given_batches: as for `check_model`. Weights are not read: the model may be on
-            torch's meta device.
-    """
+    Arguments are those of `check_model`. Weights are not read: the model may be on torch's meta device."""
     inner = transformers_model(model)
     config = inner.config.get_text_config()
     return [

@@ -77,18 +77,14 @@ class Columns(NamedTuple):
 
 
 class DecoderBorders:
-    """Hooks around the text decoder of a model. They do nothing in a pass whose rows do not move.
-
-    Args:
-        counted: gets the lengths of tokens' original rows.
-        check_calls: checks the attention calls of a pass; called before results move home.
-    """
+    """Hooks around the text decoder of a model. They do nothing in a pass whose rows do not move."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         has_position_table: bool,
-        counted: CountedRows,
+        counted: CountedRows,  # gets the lengths of tokens' original rows
+        # Checks the attention calls of a pass; called before results move home.
         check_calls: Callable[[LivePlan], None],
     ) -> None:
         decoder = text_decoder(model)

@@ -250,10 +250,7 @@ class DecoderLayerKind:
 
 def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
     """Returns the kind of every decoder layer of the text part, in order; empty if its layers cannot be told apart.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one; it may be on torch's meta device.
-    """
+    The model may be on torch's meta device."""
     inner = transformers_model(model)
     config = inner.config.get_text_config()
     attention, masks, mixers = attention_layers(inner), masks_of_layers(inner), mixers_of(inner)

@@ -103,11 +103,8 @@ def _weights_as_they_are(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int]:
-    """Returns the ranks of the job that share a weight with this rank, each holding a part.
-
-    Args:
-        sharded_over: mesh along which FSDP2 gathers parts before use; None if it does not shard the weight.
-    """
+    """Returns the ranks of the job that share a weight with this rank, each holding a part. FSDP2 gathers parts along
+    `sharded_over` before use; None if it does not shard the weight."""
     mesh = weight.device_mesh
     at = mesh.get_coordinate()
     if at is None or mesh == sharded_over:

@@ -118,10 +118,7 @@ class ForwardCheck:
 
     def facts(self, again: bool) -> dict[str, object]:
         """Returns facts about the model that must be the same on all ranks. Reads modules once, before the first pass.
-
-        Args:
-            again: whether to read again which parameters are trained.
-        """
+        If `again`, reads again which parameters are trained."""
         if self._module_facts is None:
             self._module_facts = module_facts(self._root)
         elif again:
@@ -129,11 +126,8 @@ class ForwardCheck:
         return self._module_facts | self._config_facts.now()
 
     def shared_state(self, grid: Grid) -> dict[str, dict[str, str]]:
-        """Returns checksums of weights and buffers to compare in this pass; see `SharedState`.
-
-        Args:
-            grid: of all ranks. Tensor ranks may hold parts of weights that torch does not know about.
-        """
+        """Returns checksums of weights and buffers to compare in this pass; see `SharedState`. Tensor ranks may hold
+        parts of weights that torch does not know about."""
         if len(grid.members(Scope.LAYERS)) == 1:
             return {}
         if self._state is None:
@@ -154,10 +148,8 @@ class ForwardCheck:
         self.check_implementation(trains=True)
 
     def check_implementation(self, trains: bool) -> None:
-        """Checks that the model still attends through distca, even if a rank attends locally.
-
-        Args:
-            trains: whether the pass trains. If not, another implementation may be intended, and only warns once.
+        """Checks that the model still attends through distca, even if a rank attends locally. In a pass that does not
+        train, another implementation may be intended: only warns then, once.
 
         Raises:
             PlanError: its attention implementation was changed.

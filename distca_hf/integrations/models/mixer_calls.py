@@ -166,11 +166,8 @@ class Apart:
 
 
 class GiveDocuments:
-    """A hook of a layer: gives the documents of the pass to the layer's mixers.
-
-    Args:
-        by_mask: whether ours takes the place of the mask, because the layer does not pass keywords on.
-    """
+    """A hook of a layer: gives the documents of the pass to the layer's mixers. With `by_mask` they take the place of
+    the mask, because the layer does not pass keywords on."""
 
     def __init__(self, layer_name: str, mixers: list[Apart], by_mask: bool) -> None:
         self._layer_name, self._mixers, self._by_mask = layer_name, mixers, by_mask

@@ -54,11 +54,8 @@ TOKEN_HEADS, TOKEN_FLAG = "trl.trainer.utils", "fused_lm_head"
 
 
 class PlacedLoss:
-    """Decides for each pass of one model whether its head and loss run on placed rows.
-
-    Args:
-        root: the module that was enabled; it may wrap the model.
-    """
+    """Decides for each pass of one model whether its head and loss run on placed rows. `root` was enabled, and may
+    wrap the model."""
 
     def __init__(self, model: PreTrainedModel, root: nn.Module) -> None:
         self._model, self._root = model, root
@@ -80,11 +77,8 @@ class PlacedLoss:
 
     @contextmanager
     def read_as_sum(self, unless: str) -> Iterator[None]:
-        """Runs passes from which only the sum of their losses over ranks is read.
-
-        Args:
-            unless: why more is read; empty if it is not.
-        """
+        """Runs passes from which only the sum of their losses over ranks is read. `unless` says why more is read;
+        empty if it is not."""
         before, self._reads_more = self._reads_more, unless
         try:
             yield
@@ -136,10 +130,7 @@ class PlacedLoss:
         return ""
 
     def begin(self, batch: Batch | None) -> tuple[Returning, str]:
-        """Begins a pass on a given batch.
-
-        Args:
-            batch: None if it does not train, or its rows cannot move.
+        """Begins a pass on a given batch. `batch` is None if it does not train, or its rows cannot move.
 
         Returns:
             What must return to this rank, and why if it is hidden states, otherwise empty.

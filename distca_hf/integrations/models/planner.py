@@ -32,11 +32,7 @@ from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
 
 def step_flops(model: nn.Module) -> StepFlops | None:
     """Counts the operations of a model's forward and backward pass; None if its configuration does not say enough, or
-    weights are quantised.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one; ZeRO-3 may already have divided it.
-    """
+    weights are quantised. ZeRO-3 may already have divided the model."""
     try:
         heads = heads_of_layers(model)
         counted = _matrices(model)
@@ -51,11 +47,8 @@ def step_flops(model: nn.Module) -> StepFlops | None:
 
 def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[bool, bool], grid: Grid) -> Predictable:
     """Returns what `distca report` needs to predict seconds of a pass (costs at rates of an H200, and sizes for a
-    measured profile) and to count its work; nothing if operations are unknown.
-
-    Args:
-        recomputes: whether backward recomputes layers, and whether it recomputes attention.
-    """
+    measured profile) and to count its work; nothing if operations are unknown. `recomputes` says whether backward
+    recomputes layers, and whether it recomputes attention."""
     if flops is None:
         return Predictable()
     layers, attention = recomputes
@@ -151,10 +144,8 @@ def planner_for(
     extra_ranks: ExtraRanks | None = None,
     step_shape: StepShape | None = None,
 ) -> PlacedPlanner:
-    """Returns a planner for batches of a model, which the ranks of a context share.
-
-    Args:
-        model: None for any model with full causal attention, whose heads are not divided.
+    """Returns a planner for batches of a model, which the ranks of a context share. `model` is None for any model with
+    full causal attention, whose heads are not divided.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
@@ -178,11 +169,7 @@ def planner_for(
 
 
 def reading_for(model: nn.Module | None, unlearnt_token: int | None = None, in_stages: bool = False) -> Reading:
-    """Returns what to read from rows for batches of a model.
-
-    Args:
-        in_stages: whether pipeline stages run the model; they pass only tokens.
-    """
+    """Returns what to read from rows for batches of a model. Stages of a pipeline (`in_stages`) pass only tokens."""
     if model is None:
         return Reading(unlearnt_token=unlearnt_token)
     inner = transformers_model(model)

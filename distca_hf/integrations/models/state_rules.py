@@ -170,23 +170,16 @@ class DeltaRule(StateRule):
 
 class Scan(StateRule):
     """Mamba2's scan. Its kernels take a state for each row of a batch, and have no gradients of states after packed
-    rows, so each followed fragment is one call, and many last ones run in batches.
-
-    Args:
-        function: of the rows and further keywords, like Transformers'.
-        rows: x `[1, T, H, P]`, steps `[1, T, H]`, B and C `[1, T, G, S]`.
-        A, D: `[H]`.
-        step_options: keywords dt_bias, dt_softplus and dt_limit.
-    """
+    rows, so each followed fragment is one call, and many last ones run in batches."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        rows: Tensors,
+        function: Callable[..., Any],  # of the rows and further keywords, like Transformers'
+        rows: Tensors,  # x `[1, T, H, P]`, steps `[1, T, H]`, B and C `[1, T, G, S]`
         packed: Packed | None,
-        A: torch.Tensor,
+        A: torch.Tensor,  # `[H]`, as D
         D: torch.Tensor | None,
-        step_options: dict[str, Any],
+        step_options: dict[str, Any],  # keywords dt_bias, dt_softplus and dt_limit
     ) -> None:
         super().__init__(rows, packed)
         self._function, self._A, self._D, self._step_options = function, A, D, step_options
@@ -231,22 +224,15 @@ class Scan(StateRule):
 
 class SelectiveScan(StateRule):
     """Mamba1's scan. Its kernels take no state and have no gradients of the last one. So S tokens before the rows of a
-    fragment add the entries of its state, and S tokens after them read the state out.
-
-    Args:
-        function: of the rows transposed, `[N, C, T]`, and further keywords, like Transformers'.
-        rows: x, steps `[1, T, C]`, B and C `[1, T, S]`, and gates `[1, T, C]` if there are any.
-        A: `[C, S]`; D: `[C]`.
-        step_options: keywords delta_bias and delta_softplus.
-    """
+    fragment add the entries of its state, and S tokens after them read the state out."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        rows: Tensors,
-        A: torch.Tensor,
+        function: Callable[..., Any],  # of the rows transposed, `[N, C, T]`, and further keywords, like Transformers'
+        rows: Tensors,  # x, steps `[1, T, C]`, B and C `[1, T, S]`, and gates `[1, T, C]` if there are any
+        A: torch.Tensor,  # `[C, S]`; D: `[C]`
         D: torch.Tensor | None,
-        step_options: dict[str, Any],
+        step_options: dict[str, Any],  # keywords delta_bias and delta_softplus
     ) -> None:
         super().__init__(rows, None)
         self._function, self._A, self._D, self._step_options = function, A, D, step_options

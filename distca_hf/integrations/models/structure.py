@@ -270,11 +270,8 @@ def attend_with_distca(model: PreTrainedModel) -> None:
 
 
 def give_own_attention(model: PreTrainedModel) -> None:
-    """Gives towers that were loaded with distca their own attention, and logs it.
-
-    Args:
-        model: a checked model, or one that is not enabled, for example a reference model.
-    """
+    """Gives towers that were loaded with distca their own attention, and logs it. The model was checked, or is not
+    enabled (a reference model)."""
     for name, tower in towers(model).items():
         layers = (layer for layer in tower.modules() if looks_attention_up(layer))
         if any(getattr(layer, "config", tower.config)._attn_implementation == IMPLEMENTATION for layer in layers):

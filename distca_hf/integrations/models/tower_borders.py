@@ -82,11 +82,7 @@ class TowerBorders:
         return Facts(facts | {"dtype of towers": self._cast(self._backbone)})
 
     def begin(self, batch: Batch, shown: ShownImages | None) -> None:
-        """Opens the borders for a pass on a batch.
-
-        Args:
-            shown: images of the batch; None if they stay.
-        """
+        """Opens the borders for a pass on a batch. `shown` is None if its images stay."""
         self._shown, self._is_open = shown, shown is not None
         self._differentiates = shown is not None and shown.train and torch.is_grad_enabled()
         if self.towers.stay and media_of(batch):

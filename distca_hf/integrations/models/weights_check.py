@@ -55,10 +55,8 @@ class SharedState:
 
     An optimizer step on gradients that are not averaged leaves different weights on every rank. So does a step that
     one rank skips, or a start from different weights. Checkpoints do not contain buffers like rotary frequencies: each
-    rank computes them. Later they must be as in the first pass, or must have changed on all ranks, as counts do.
-
-    Args:
-        with_weights: whether all ranks hold the same weights, except those that FSDP or DeepSpeed divides.
+    rank computes them. Later they must be as in the first pass, or must have changed on all ranks, as counts do. With
+    `with_weights` all ranks hold the same weights, except those that FSDP or DeepSpeed divides.
     """
 
     def __init__(self, model: nn.Module, with_weights: bool) -> None:

@@ -65,11 +65,8 @@ class ReadAhead:
             replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
 
     def begin(self, loader: object) -> None:
-        """Reads the batches of a training when they are collated, if this Trainer runs it.
-
-        Args:
-            loader: of the training. Does not read dispatched batches: rank 0 joins them, and cuts them again.
-        """
+        """Reads the batches of a training when they are collated, if this Trainer runs it. Does not read dispatched
+        batches: rank 0 joins them, and cuts them again."""
         self.end()
         inner, watch = getattr(loader, "base_dataloader", loader), watch_of(self._model)
         if not self._is_training or watch is None or isinstance(loader, DataLoaderDispatcher):
@@ -150,11 +147,8 @@ def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 class LossReader:
-    """Runs `compute_loss` of a Trainer, and tells its model who reads the loss.
-
-    Args:
-        attachment: of the Trainer; it has replaced nothing yet.
-    """
+    """Runs `compute_loss` of a Trainer, and tells its model who reads the loss. It is made before the attachment
+    replaces anything."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment, self._trainer = attachment, attachment.trainer

@@ -56,10 +56,7 @@ class LayerStack:
 
     @classmethod
     def of(cls, whole: PreTrainedModel) -> Self:
-        """Finds the stack of a model.
-
-        Args:
-            whole: the model with all layers, on the meta device. It is restored afterwards.
+        """Finds the stack of a model. `whole` is on the meta device, with all layers, and is restored afterwards.
 
         Raises:
             ConfigError: it cannot be divided into stages; says why.
@@ -162,12 +159,6 @@ class Examples(TypedDict):
 class ModelPart(nn.Module):
     """One part of a divided model, for `PipelineStage`, wrapped (DDP, FSDP2) or not.
 
-    Args:
-        model: enabled; modules of other parts pass their input on.
-        rows: tokens of a micro-batch on this rank, including padding; torch needs one shape for all.
-        autocast_dtype: in which layers compute; None: the dtype of their weights.
-        hidden_dtype: of hidden states that stages send; None: the dtype of the weights.
-
     Attributes:
         chunk: number of the part on its stage.
         checks_schedule: whether the next call checks the schedule that makes it.
@@ -175,13 +166,13 @@ class ModelPart(nn.Module):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel,  # enabled; modules of other parts pass their input on
         layers: Sequence[nn.Module],
         number: int,
         pipeline: Pipeline,
-        rows: int,
-        autocast_dtype: torch.dtype | None = None,
-        hidden_dtype: torch.dtype | None = None,
+        rows: int,  # tokens of a micro-batch on this rank, including padding; torch needs one shape for all
+        autocast_dtype: torch.dtype | None = None,  # in which layers compute; None: the dtype of their weights
+        hidden_dtype: torch.dtype | None = None,  # of hidden states that stages send; None: the dtype of the weights
     ) -> None:
         super().__init__()
         self.layers, self._autocast_dtype = tuple(layers), autocast_dtype

@@ -32,11 +32,8 @@ ONE_PART = "PipelineScheduleSingle"
 
 
 def parts_of_stage(schedule: type, pipeline: Pipeline, stage: int) -> list[int]:
-    """Returns the numbers of the parts that a stage holds, in the order of its chunks.
-
-    Args:
-        schedule: a class of `torch.distributed.pipelining`.
-    """
+    """Returns the numbers of the parts that a stage holds, in the order of its chunks. `schedule` is a class of
+    `torch.distributed.pipelining`."""
     turned = pipeline.num_stages - 1 - stage if _names(schedule) & V_SHAPED else stage
     return [pipeline.part_of(turned if chunk % 2 else stage, chunk) for chunk in range(pipeline.chunks)]
 
@@ -147,9 +144,6 @@ class StepLoss:
 
     DDP and FSDP average gradients over data ranks. So a rank divides the sum over its labels by its share of all of
     them. Then the mean over data ranks is the mean over all labels.
-
-    Args:
-        part: any of this stage.
     """
 
     def __init__(self, part: ModelPart) -> None:

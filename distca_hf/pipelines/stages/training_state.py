@@ -39,10 +39,6 @@ Entries = dict[str, Any]
 class TrainingState:
     """The state of a training on this rank.
 
-    Args:
-        device: of the training; a GPU has its own random numbers.
-        others: objects whose states are saved, too, by name.
-
     Raises:
         ConfigError: the optimizer has weights of no part.
     """
@@ -52,8 +48,8 @@ class TrainingState:
         parts: Sequence[ModelPart],
         optimizer: torch.optim.Optimizer,
         grid: Grid,
-        device: torch.device,
-        others: Mapping[str, Stateful],
+        device: torch.device,  # of the training; a GPU has its own random numbers
+        others: Mapping[str, Stateful],  # objects whose states are saved, too, by name
     ) -> None:
         stages, data_ranks, _ = grid.shape
         # Name of the entry with random states of this rank.
