@@ -143,7 +143,6 @@ class IndexRanges:
 
     @classmethod
     def join(cls, parts: Sequence["IndexRanges"]) -> "IndexRanges":
-        """Concatenates several of them."""
         return cls(
             np.concatenate([part.starts for part in parts]),
             np.concatenate([part.lengths for part in parts]),

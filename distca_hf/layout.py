@@ -96,7 +96,6 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
         return max(ceil_div(self._num_trainers, self.ranks_per_node), 1 + max(self.extra_nodes, default=0))
 
     @cached_property

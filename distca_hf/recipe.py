@@ -304,5 +304,4 @@ def _arguments(section: Mapping[str, object]) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Returns a YAML value as an argument."""
     return json.dumps(value, default=str) if isinstance(value, Mapping) else str(value)

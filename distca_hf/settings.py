@@ -234,7 +234,6 @@ def described(settings: Kind) -> Kind:
 
 @cache
 def _types(settings: type) -> dict[str, Any]:
-    """Returns the types of all settings and groups, by name."""
     return typing.get_type_hints(settings)
 
 

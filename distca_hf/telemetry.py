@@ -55,7 +55,6 @@ class OncePerJob(logging.Filter):
     """A filter that passes a record on the ranks that write it, and adds the attribute `rank`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether this rank writes a record."""
         rank = this_rank()
         record.__dict__["rank"] = rank
         everywhere = not logging.DEBUG < record.levelno < logging.ERROR or hasattr(record, "of_this_rank")
@@ -66,7 +65,6 @@ class Console(logging.Handler):
     """A handler that writes to standard error, above progress bars, if the application has no handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record."""
         given = [*logging.getLogger(NAME).handlers, *logging.getLogger().handlers]
         if any(handler is not self for handler in given):
             return

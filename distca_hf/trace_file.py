@@ -64,7 +64,6 @@ class TraceFile:
 
     @property
     def folder(self) -> Path:
-        """Folder of the traces of all ranks."""
         return Path(self._given) if self._given else Path(self._output_folder, FOLDER)
 
     def write(self, number: int, trace: RankTrace) -> None:

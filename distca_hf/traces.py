@@ -54,7 +54,6 @@ class CallTrace:
 
     @property
     def us(self) -> float:
-        """Microseconds of the whole call."""
         return sum(us for _, us in self.spans)
 
 
@@ -187,12 +186,10 @@ class RankTrace:
 
     @property
     def layers(self) -> int:
-        """Layers that attend."""
         return sum(kind.layers for kind in self.kinds)
 
     @property
     def is_server(self) -> bool:
-        """Whether it is an attention server's trace."""
         return self.rank >= self.num_ranks
 
     def name_of(self, rank: int) -> str:

@@ -305,5 +305,4 @@ class CheckedTransport:
         return self._inner.gather(values, where, scope)
 
     def close(self) -> None:
-        """Closes the inner transport."""
         self._inner.close()

@@ -105,7 +105,6 @@ class Grid:
 
     @cached_property
     def stage(self) -> int:
-        """Stage of this process."""
         return self._coordinates(self.rank)[0]
 
     @cached_property

@@ -67,7 +67,6 @@ class Members:
 
     @property
     def are_the_job(self) -> bool:
-        """Whether all ranks of the job are in the group."""
         return len(self.group) == len(self.job)
 
     @property
@@ -194,7 +193,7 @@ def open_transport(
     if not members.are_the_job:
         _check_no_split(on_gpus)
     began, padding = time.monotonic(), []
-    gloo_group = partial(_gloo_group, group_desc=IN_THREAD) if in_thread else _gloo_group
+    gloo_group = partial(dist.new_group, backend="gloo", group_desc=IN_THREAD if in_thread else None)
     try:
         most_groups = _meet(store, members, patience)
         if not members.are_the_job:
@@ -242,8 +241,8 @@ def _new_group(
     a flat grid that is a part of the job make only their own."""
     if members.grid.is_flat:
         of_some = {} if members.are_the_job else {"ranks": list(members.group), "use_local_synchronization": True}
-        return make(timeout, **of_some)
-    groups = {ranks: make(timeout, ranks=list(ranks)) for ranks in members.grid.sets_of(scope)}
+        return make(timeout=timeout, **of_some)
+    groups = {ranks: make(timeout=timeout, ranks=list(ranks)) for ranks in members.grid.sets_of(scope)}
     return groups[members.grid.members(scope)]
 
 
@@ -256,10 +255,6 @@ def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, er
         f"{missing or 'all ranks still answer'}. A rank whose data takes longer needs a longer "
         f"timeouts.agreement_seconds. Cause: {first_line(error)}"
     )
-
-
-def _gloo_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=timeout, **among)
 
 
 def _nccl_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:

@@ -90,24 +90,18 @@ class Arrived:
 
 @dataclass
 class Traffic:
-    """Counts of all that a transport has moved so far, and signals on which ranks leave.
-
-    Attributes:
-        exchanges, recent: how many exchanges, and the places of the last ones.
-        bytes_sent: bytes that they sent to other ranks that share documents.
-        passes: forward passes of models that have begun; numbers passes alike on all ranks.
-        waited_seconds: how long this rank's host waited for rows and integers of other ranks. Does not include waits
-            of the device itself, as with NCCL.
-        leave_signal: number of the signal that this rank got, 0 if none. All later agreements carry it.
-        leaving: the signal of each rank of the job that got one; the same on all ranks after the same agreement.
-    """
+    """Counts of all that a transport has moved so far, and signals on which ranks leave."""
 
     exchanges: int = 0
-    bytes_sent: int = 0
-    passes: int = 0
+    bytes_sent: int = 0  # that exchanges sent to other ranks that share documents
+    passes: int = 0  # forward passes of models that have begun; numbers passes alike on all ranks
+    # Places of the last exchanges.
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EXCHANGES))
+    # How long this rank's host waited for rows and integers of other ranks. Does not include waits of the device
+    # itself, as with NCCL.
     waited_seconds: float = 0.0
-    leave_signal: int = 0
+    leave_signal: int = 0  # number of the signal that this rank got, 0 if none; all later agreements carry it
+    # The signal of each rank of the job that got one; the same on all ranks after the same agreement.
     leaving: dict[int, int] = field(default_factory=dict)
 
     def count(self, asked: "AllToAll", rank: int) -> None:

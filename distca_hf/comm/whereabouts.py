@@ -163,7 +163,6 @@ class Whereabouts(Repeated):
         super().begin(then)
 
     def note_gather(self) -> None:
-        """Notes a gather that starts."""
         counts = self._count()
         self._moments += Calls(self._gathers, *counts), Calls(self._gathers + 1, *counts)
         self._gathers += 1

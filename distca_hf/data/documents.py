@@ -55,7 +55,6 @@ class Tokens:
     inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Returns all of them, for checksums."""
         integers = b"".join(x.astype("<i8").tobytes() for x in (self.input_ids, self.labels, self.shift_labels))
         return integers + b"".join(values.tobytes() for _, values in sorted(self.inputs.items()))
 

@@ -77,7 +77,6 @@ class DrawnRows:
         return draws
 
     def _drawn(self, row: int, epoch: int) -> Values:
-        """Runs the transform for one row."""
         seed_generators(self._seed, epoch, row)
         try:
             made = self._dataset[[row]]

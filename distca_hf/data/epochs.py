@@ -36,12 +36,10 @@ class Epoch:
         return len(self.offsets) - 1
 
     def after(self, micro_batches: int) -> "Epoch":
-        """Returns the epoch without its first micro-batches."""
         offsets = self.offsets[micro_batches:]
         return Epoch(self.documents[offsets[0] :], offsets - offsets[0])
 
     def micro_batch(self, index: int) -> IntArray:
-        """Returns the documents of one micro-batch."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -139,11 +137,9 @@ class EpochPacker:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of every epoch."""
         return self._first.num_micro_batches
 
     def epoch(self, number: int) -> Epoch:
-        """Packs epoch `number`."""
         if number == 0 or not self._shuffle:
             return self._first
         packed = _pack(self._tokens, self._order(number), self._capacity_tokens, self.num_micro_batches, self._fits)

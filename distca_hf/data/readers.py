@@ -74,10 +74,6 @@ class ReaderPosition:
 class StreamReader:
     """Reads one part of a stream. The constructor reads a row, in the calling thread.
 
-    Attributes:
-        inputs: dtypes of further inputs of the model, by name; None until a row is read.
-        seconds: spent reading so far.
-
     Raises:
         PackingError: the first row cannot be trained on, or draws at random.
     """
@@ -94,6 +90,7 @@ class StreamReader:
         self._position = position
         self.documents, self._rows = position.snapshot.documents, position.snapshot.rows
         self.snapshot, self.has_ended = position.snapshot, False
+        # Dtypes of further inputs of the model, by name; None until a row is read.
         self.inputs: Mapping[str, np.dtype[Any]] | None = None
         self.seconds, self.truncated = 0.0, 0
         self._learnt: list[str] | None = None  # columns that say which tokens are learnt
@@ -286,7 +283,6 @@ def _checksum(values: Values) -> int:
 
 
 def _digest(states: Mapping[str, Any]) -> str:
-    """Returns a digest of the states of generators."""
     numpy_state = states["numpy"]
     of_torch = states.get("torch")
     digest = hashlib.blake2b(repr(states["python"]).encode())

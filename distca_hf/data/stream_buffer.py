@@ -159,7 +159,6 @@ class StreamBuffer:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the pass is over."""
         return all(self._ended) and not len(self._keys)
 
     def share_tokens(self) -> int:
@@ -168,11 +167,9 @@ class StreamBuffer:
         return ceil_div(missing, going_on) if going_on and missing > 0 else 0
 
     def has_ended(self, reader: int) -> bool:
-        """Returns whether a reader has no more documents."""
         return self._ended[reader]
 
     def next_number(self, reader: int) -> int:
-        """Returns the number of the next document of a reader."""
         return self._read[reader]
 
     def restore(self, read_again: Sequence[NewDocuments]) -> None:

@@ -77,11 +77,6 @@ class StreamSource:
     A `datasets.IterableDataset` is divided here. Any other stream is this rank's part already, with one reader per
     rank.
 
-    Attributes:
-        is_divided_here: whether every rank was given the whole stream.
-        has_given_rows: whether this rank has read a row so far.
-        saves_position: whether the stream loses no rows when its state is loaded.
-
     Raises:
         PackingError: its position cannot be saved, or it was already divided; says what to do.
     """
@@ -99,6 +94,7 @@ class StreamSource:
         import datasets
 
         check_saves_position(stream)
+        # Whether every rank was given the whole stream.
         self.is_divided_here = isinstance(stream, datasets.IterableDataset)
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
@@ -118,6 +114,7 @@ class StreamSource:
             # Python decodes images and sound, for which columns are known.
             decoded = any(is_media("", feature) for feature in (stream.features or {}).values())
             self._reads_tables = stream._ex_iterable.iter_arrow is not None and not decoded
+        # Whether the stream loses no rows when its state is loaded.
         self.saves_position = not _has_buffer(getattr(stream, "_ex_iterable", None))
         if not self.saves_position:
             log.info("the stream has a shuffle buffer: a resumed training reads it from the beginning of its pass")

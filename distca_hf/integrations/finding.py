@@ -211,9 +211,10 @@ def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> D
             f"{first + given.queries}: beyond the first chunk these are computed without a cache only. Set "
             "use_cache=False, or run this model without distca_hf"
         )
-    if documents.longest_keys <= chunk_tokens:
+    num_documents, _, longest_keys, *_ = documents.sizes.tolist()
+    if longest_keys <= chunk_tokens:
         return documents
-    offsets = documents.cu_seqlens_k[: int(documents.sizes[0]) + 1].tolist()
+    offsets = documents.cu_seqlens_k[: num_documents + 1].tolist()
     cut = [at for start, stop in pairwise(offsets) for at in range(start, stop, chunk_tokens)] + offsets[-1:]
     cut_offsets = documents.cu_seqlens_q.new_tensor(cut)
     spans = Spans(cut_offsets, cut_offsets, chunk_tokens, chunk_tokens)

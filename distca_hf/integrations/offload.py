@@ -66,29 +66,25 @@ class OnHost:
 
     def __init__(self, x: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
         self._like, self._shape, self._copies = x.new_empty(0), x.shape, copies
-        self._coming: _Copying | None = None
+        self.coming: _Copying | None = None  # the tensor on its way back to the device
         with _copying_on(copies, x.device):
             self._pieces = [_to_host(piece) for piece in _pieces(x)]
 
-    def is_coming(self) -> bool:
-        """Returns whether the tensor is on its way back to the device."""
-        return self._coming is not None
-
     def fetch(self) -> None:
         """Starts to copy the tensor back to its device, unless it is on its way."""
-        if self._coming is not None:
+        if self.coming is not None:
             return
         x = self._like.new_empty(self._shape)
         with _copying_on(self._copies, x.device):
             for piece, host in zip(_pieces(x), self._pieces, strict=True):
                 piece.copy_(host, non_blocking=True)
-        self._coming = _Copying(x, self._copies)
+        self.coming = _Copying(x, self._copies)
 
     def take(self) -> torch.Tensor:
         """Returns a tensor with the same numbers, on the original's device."""
         self.fetch()
-        assert self._coming is not None
-        x, self._coming = self._coming.arrived(), None
+        assert self.coming is not None
+        x, self.coming = self.coming.arrived(), None
         return x
 
 
@@ -184,12 +180,11 @@ class HostRegion:
         return self._inputs[-1]
 
     def take_input(self, saved: tuple[torch.Tensor, int] | OnHost) -> torch.Tensor:
-        """Returns an input on the device."""
         if isinstance(saved, tuple):
             x, version = saved
             check_unchanged(x, version)
             return x
-        if not saved.is_coming():
+        if saved.coming is None:
             self.fetch()
         return saved.take()
 
@@ -204,7 +199,6 @@ class HostRegion:
             host.fetch()
 
     def begin(self, recomputes: bool) -> None:
-        """See `Region`."""
         self._taken = 0
         if recomputes:
             self._fetch_before_if_all_taken()

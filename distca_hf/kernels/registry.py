@@ -98,7 +98,6 @@ class Operands:
 
     @classmethod
     def of(cls, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> "Operands":
-        """Returns the operands of a call on these tensors."""
         capability = torch.cuda.get_device_capability(q_TNH.device)[0] if q_TNH.is_cuda else None
         return cls(
             device_type=q_TNH.device.type,

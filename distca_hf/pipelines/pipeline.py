@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner, StepShape
 from distca_hf.cost import CAUSAL_LAYERS, Cost, LayerMasks
-from distca_hf.data.accumulation import MicroStep, SteppedEpoch
-from distca_hf.data.epochs import Epoch, Fits
+from distca_hf.data.accumulation import Divide, MicroStep
+from distca_hf.data.epochs import Fits
 from distca_hf.errors import ConfigError
 from distca_hf.flops import PassCosts
 from distca_hf.pipelines.schedules import Parts, Schedule, Seconds
@@ -56,7 +56,6 @@ class Pipeline(Parts, StepShape):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Stages and chunks."""
         return self.num_stages, self.chunks
 
     def check_grid(self, grid: "Grid") -> None:
@@ -71,38 +70,15 @@ class Pipeline(Parts, StepShape):
                 "both the same number"
             )
 
-    def shaped(
-        self, planner: PlacedPlanner, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int
-    ) -> SteppedEpoch:
-        """Returns the epoch, with every optimizer step's documents divided such that stages hardly wait."""
-        return ShapedEpoch(planner, Schedule(self, micro_steps), epoch, document_tokens, micro_steps, steps_from)
+    def division(self, planner: PlacedPlanner, micro_steps: int) -> Divide:
+        schedule = Schedule(self, micro_steps)
 
+        def divide_step(document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
+            work = work_of_documents(document_tokens, planner.layer_masks)
+            of_stage = planner.num_ranks, planner.config.tokens_per_rank, planner.costs, planner.fits
+            return list(map(MicroStep, shape_step(document_tokens, work, as_packed, schedule, *of_stage)))
 
-class ShapedEpoch(SteppedEpoch):
-    """An epoch whose optimizer steps are shaped for a pipeline."""
-
-    def __init__(
-        self,
-        planner: PlacedPlanner,
-        schedule: Schedule,
-        epoch: Epoch,
-        document_tokens: IntArray,
-        micro_steps: int,
-        steps_from: int,
-    ) -> None:
-        super().__init__(epoch, document_tokens, micro_steps, steps_from)
-        self._planner, self._schedule = planner, schedule
-
-    def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
-        planner = self._planner
-        groups = shape_step(
-            document_tokens,
-            work_of_documents(document_tokens, planner.layer_masks),
-            as_packed,
-            self._schedule,
-            *(planner.num_ranks, planner.config.tokens_per_rank, planner.costs, planner.fits),
-        )
-        return [MicroStep(documents) for documents in groups]
+        return divide_step
 
 
 def divide(

@@ -81,7 +81,6 @@ class Parts:
             )
 
     def part_of(self, stage: int, chunk: int) -> int:
-        """Returns the part that is this chunk of a stage."""
         return chunk * self.num_stages + stage
 
     def place_of(self, part: int) -> tuple[int, int]:
@@ -202,7 +201,6 @@ class Schedule:
 
     @cached_property
     def stages(self) -> list[list[Operation]]:
-        """Operations of each stage."""
         numbers = range(self.pipeline.num_stages)
         return [operations_of(self.pipeline, stage, self.micro_batches) for stage in numbers]
 

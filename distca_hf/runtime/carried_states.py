@@ -131,7 +131,6 @@ class Sent(NamedTuple):
     ticket: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """Returns the received items."""
         items: torch.Tensor = _Arrive.apply(self.travel, self.ticket)
         return items
 

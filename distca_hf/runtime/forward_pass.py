@@ -107,7 +107,6 @@ class ForwardPass:
 
     @property
     def begun(self) -> bool:
-        """Whether this is a pass of an enabled model."""
         return self.facts is not None
 
     def check_open(self) -> None:

@@ -141,7 +141,6 @@ class LayerKinds:
             self._add(mask, plan)
 
     def begin_forward_pass(self, layers: PassLayers) -> None:
-        """Notes which layers the next pass has."""
         self._layers = layers
         for mask, kind in self._kinds.items():
             kind.retention.layers = layers.of(mask, self._longest_tokens)
@@ -173,7 +172,6 @@ class LayerKinds:
         return self._add(mask, route_window(mask))
 
     def __iter__(self) -> Iterator[LayerKind]:
-        """Yields the kinds that are known."""
         return iter(self._kinds.values())
 
     @property

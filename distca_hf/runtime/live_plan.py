@@ -87,11 +87,6 @@ class LivePlan:
 
     Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them. A live plan is none of
     these, so the very same object reaches every layer.
-
-    Attributes:
-        numbers: numbers of every data rank in the agreement, by name.
-        forward_pass: the latest pass of a model with this plan.
-        part: part of the model that passes run, see `of_part`.
     """
 
     def __init__(
@@ -117,9 +112,9 @@ class LivePlan:
         self._replan, self._also = replan, also
         self.checks_finite = config.debug.check_finite
         self.agreement = agreement
-        self.numbers: dict[str, list[int]] = {}
+        self.numbers: dict[str, list[int]] = {}  # of every data rank in the agreement, by name
         self.use = PlanUse()
-        self.part = 0
+        self.part = 0  # part of the model that passes run, see `of_part`
         self.longest_document_tokens = planned.longest_document_tokens
         self._begin(planned)
 
@@ -127,7 +122,7 @@ class LivePlan:
         """Sets the attributes that passes change, for a new plan or one for another part of the model."""
         self._layers = ONE_LAYER
         self._take(planned)
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch)  # the latest one of a model with this plan
         self._of_parts: dict[int, LivePlan] = {}
         self.handle = _register.add(self, self.config.plans_in_flight)
 
@@ -165,7 +160,6 @@ class LivePlan:
         return self
 
     def __reduce__(self) -> str:
-        """Refuses to be pickled."""
         raise PlanError(
             f"{self.transport.grid.name}, micro-batch {self.micro_batch}: a batch with a plan can neither be stored "
             "nor sent to another process (pickle): its plan is bound to the connections of this one"

@@ -58,11 +58,6 @@ class Documents(NamedTuple):
         sizes = torch.tensor([documents, spans.max_seqlen_q, spans.max_seqlen_k, *rows], device="cpu")
         return cls(spans.cu_seqlens_q, spans.cu_seqlens_k, sizes, query_rows, key_rows)
 
-    @property
-    def longest_keys(self) -> int:
-        """Keys of the longest document."""
-        return int(self.sizes[2])
-
 
 class _Context(SavedForBackward, Protocol):
     spec: list[float]

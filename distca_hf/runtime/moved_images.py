@@ -1,7 +1,7 @@
-"""Moved images on the device: sends pixels to the ranks whose towers compute them, and features home.
+"""Moved images on the device: sends features home from the ranks whose towers computed them.
 
-One all-to-all each way. Backward sends gradients of features to the ranks that computed them. Each rank takes part in
-all of these, whether or not it holds or computes an image.
+Backward sends gradients of features to the ranks that computed them. Each rank takes part, whether or not it holds or
+computes an image.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,6 @@ class FeatureForm(NamedTuple):
     deep_layers: int  # layers of the text decoder that add further features (DeepStack)
     width: int
     dtype: torch.dtype
-
-    def of_no_image(self, device: torch.device) -> torch.Tensor:
-        """Returns the rows of a rank that computed nothing."""
-        return torch.empty((0, self.width * (1 + self.deep_layers)), dtype=self.dtype, device=device)
 
 
 class Features(NamedTuple):
@@ -114,19 +110,6 @@ class RowsHome:
         if len(arrived) == num_rows:
             return arrived
         return torch.cat([arrived, arrived.new_zeros((num_rows - len(arrived), *arrived.shape[1:]))])
-
-
-def send_pixels(
-    transport: Transport, rows: torch.Tensor, leaving: torch.Tensor, sent: list[int], received: list[int], where: str
-) -> torch.Tensor:
-    """Returns the pixels that this rank computes. A collective call.
-
-    Args:
-        rows: `[rows, ...]` pixels of this rank's batch.
-        leaving: rows to send, by destination; a row may leave several times.
-        sent, received: `[ranks]` number of rows to and from each rank.
-    """
-    return transport.exchange(AllToAll(rows.index_select(0, leaving), sent, received, f"{where}, pixels")).wait()
 
 
 class _Home(torch.autograd.Function):

@@ -15,7 +15,6 @@ class CallTensors(NamedTuple):
 
     @classmethod
     def of(cls, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> "CallTensors":
-        """Returns dtypes and heads of these tensors."""
         return cls((q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]))
 
     @property

@@ -96,7 +96,6 @@ class SavingRegion:
         self._taken = 0
 
     def begin(self, recomputes: bool) -> None:
-        """See `Region`."""
         self._taken = 0
 
     def save(self, outputs: Outputs) -> None:
@@ -161,7 +160,6 @@ class TileRegion:
         self._held: Any = None
 
     def begin(self, recomputes: bool) -> None:
-        """See `Region`."""
         if recomputes:
             tensors = iter(self._held.grad_fn.saved_tensors)
             self._calls = [tuple(islice(tensors, size)) for size in self._sizes]

@@ -23,20 +23,15 @@ from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRou
 
 class PreparedKV:
     """Layout of rows of keys and values in alike layers, and the functions that copy and add them. `k` and `v` are
-    `[rows, G, H]` and `[rows, G, V]` of one of these layers.
-
-    Attributes:
-        width: elements of a row with keys and values side by side.
-        are_side_by_side: whether calls read keys and values of a row side by side. Then all heads of a token must have
-            equal strides.
-        come_in_order: whether received rows, chunk by chunk, already are the remote KV.
-        kept_in_order: whether kept rows already are the remote KV.
-    """
+    `[rows, G, H]` and `[rows, G, V]` of one of these layers."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
         groups, dim = k.shape[1:]
-        self.routing, self.width = routing, row_width(k, v)
+        self.routing = routing
+        self.width = row_width(k, v)  # elements of a row with keys and values side by side
+        # Whether calls read keys and values of a row side by side. Then all heads of a token must have equal strides.
         self.are_side_by_side = routing.rows_per_token == 1 or groups == 1
+        # Whether received rows, chunk by chunk, already are the remote KV; and whether kept rows are.
         self.come_in_order = routing.come_in_order and self.are_side_by_side
         self.kept_in_order = routing.kept_in_order and self.are_side_by_side
         self._groups, self._dim, self._value_dim = groups, dim, v.shape[2]
@@ -164,7 +159,6 @@ class RemoteKV:
 
     @classmethod
     def empty(cls, k: torch.Tensor, v: torch.Tensor, prepared: PreparedKV, dtype: torch.dtype) -> "RemoteKV":
-        """Returns room for all remote-KV rows."""
         count = prepared.routing.remote_kv_rows
         if prepared.are_side_by_side:
             both = k.new_empty((count, prepared.width), dtype=dtype)
@@ -243,7 +237,6 @@ class KVDispatch:
             self._sent = prepared.to_send(k, v)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Starts the exchange of a chunk."""
         if self.sends:
             self._started.append(transport.exchange(chunk.keys.dispatch(self._sent, self.received, f"{where}, keys")))
 
@@ -273,7 +266,6 @@ class KVGradCombine:
             self._started.append(transport.exchange(asked))
 
     def receive(self) -> None:
-        """Waits for all chunks."""
         while self._started:
             self._started.pop(0).wait()
 

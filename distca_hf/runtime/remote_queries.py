@@ -144,7 +144,6 @@ class QueryDispatch:
                 copy_rows((x,), moves.local_rows, (rows,), moves.local_to_queries)
 
     def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
-        """Starts the exchange of a chunk."""
         asked = splits.dispatch(self._sent, self._received, f"{where}, queries")
         self._started.append(transport.exchange(asked))
 
@@ -182,7 +181,6 @@ class ResultCombine:
         self._started.append(transport.exchange(asked))
 
     def receive(self) -> None:
-        """Waits for all chunks."""
         while self._started:
             self._started.pop(0).wait()
 

@@ -83,7 +83,6 @@ class DeviceCopies:
         return cls(rows, first, more, RowSums(repeated, more[:0], more[:0], more_in_repeated, copies.parts))
 
     def of_values(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the copies of the rows of a tensor."""
         return values.index_select(0, self.rows)
 
     def summed(self, gradients: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -119,12 +118,7 @@ class DeviceRowMoves:
 
 
 class PassRows:
-    """The rows of one forward pass, and of its backward pass.
-
-    Attributes:
-        num_placed, num_tokens: number of rows that this rank's layers compute; the first `num_tokens` are tokens.
-        before_backward: as given; does nothing if no rows move between ranks.
-    """
+    """The rows of one forward pass, and of its backward pass."""
 
     def __init__(
         self,
@@ -134,6 +128,7 @@ class PassRows:
         where: str,
         before_backward: Callable[[], None],  # agrees with all ranks that they differentiate this pass
     ) -> None:
+        # This rank's layers compute `num_placed` rows, of which the first `num_tokens` are tokens.
         self.num_placed, self.num_tokens, self.shape = moves.on_host.num_placed, len(moves.on_host.received), shape
         self._moves, self._transport, self._where = moves, transport, where
         self.before_backward = before_backward if moves.on_host.crosses else lambda: None
@@ -161,7 +156,6 @@ class PassRows:
         return list(_Move.apply(self, False, None, *values))
 
     def shapes_in(self, values: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-        """Returns the shapes of values that have moved in."""
         return [(self.num_placed, *value.shape[1:]) for value in values]
 
     def exchange(

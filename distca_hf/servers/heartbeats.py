@@ -90,7 +90,6 @@ class Heartbeat(MembershipWatch):
         self._count = 0
 
     def beat(self) -> bool:
-        """Beats once, and returns True."""
         self._count += 1
         try:
             self._store.set(_beat(self._server), f"{self._restarts}.{self._count}".encode())
@@ -214,11 +213,9 @@ class LostServers:
         self._in_a_row: Counter[int] = Counter()
 
     def name_of(self, server: int) -> str:
-        """Returns the name of a server, with its host if that is known."""
         return self.names.get(server, f"attention server {server}")
 
     def note_step(self, servers: Iterable[int]) -> None:
-        """Notes a step that counted with these servers."""
         for server in servers:
             del self._in_a_row[server]
 
@@ -265,7 +262,6 @@ class StreamProgress(Repeated):
         return self._stalled_seconds
 
     def note_start(self) -> None:
-        """Notes that an exchange has started."""
         self._started += 1
 
     def note_wait(self) -> None:

@@ -44,7 +44,6 @@ class JobStore:
         self._has_warned = False
 
     def part(self, name: str) -> Self:
-        """Returns a part of this one."""
         return type(self)(self._store, self._secret, f"{self._path}/{name}")
 
     def check_secret(self) -> None:
@@ -60,7 +59,6 @@ class JobStore:
             )
 
     def set(self, key: str, value: bytes) -> None:
-        """Writes a value."""
         self.plain.set(key, self._signed(key, value))  # type: ignore[arg-type]  # it takes bytes, too
 
     def get(self, key: str) -> bytes:
@@ -98,7 +96,6 @@ class JobStore:
             time.sleep(LOOK_SECONDS)
 
     def push(self, key: str, message: bytes) -> None:
-        """Appends a message to a queue."""
         self.plain.queue_push(key, self._signed(key, message))
 
     def pop(self, key: str) -> bytes | None:

@@ -84,7 +84,6 @@ class PlanOrder(NamedTuple):
 
     @classmethod
     def of(cls, numbers: IntArray) -> "PlanOrder":
-        """Returns the order with these numbers."""
         plan, oldest, micro_batch, num_chunks, fingerprint = numbers[:5].tolist()
         return cls(plan, oldest, micro_batch, num_chunks, fingerprint, numbers[5:])
 
@@ -111,7 +110,6 @@ class CallOrder(NamedTuple):
 
     @classmethod
     def of(cls, numbers: IntArray) -> "CallOrder":
-        """Returns the order with these numbers."""
         plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks = numbers[:9].tolist()
         spec = tuple(numbers[9:].view(np.float64).tolist())
         return cls(plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks, spec)
@@ -132,7 +130,6 @@ class PassOrder(NamedTuple):
 
     @classmethod
     def of(cls, numbers: IntArray) -> "PassOrder":
-        """Returns the order with these numbers."""
         plan, backward_calls, length = numbers[:3].tolist()
         return cls(plan, backward_calls, numbers[3:].astype("<i8").tobytes()[:length].decode())
 

@@ -156,7 +156,6 @@ class Slots:
         self._last, self._open = 0, set[int]()
 
     def open(self) -> int:
-        """Returns the next number."""
         self._last += 1
         self._open.add(self._last)
         return self._last
@@ -177,14 +176,12 @@ class MeasuredKernel:
         self._kernel, self._measure = kernel, measure
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        """Computes as the kernel does."""
         with self._measure():
             return self._kernel.forward(inputs, spans, spec, room)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
-        """Writes gradients as the kernel does."""
         with self._measure():
             self._kernel.backward(dout_TNV, saved, gradients, spans, spec)
 
@@ -212,12 +209,10 @@ class ReportedPass(NamedTuple):
     trace: RankTrace  # of the reporting trainer, without calls
 
     def text(self) -> str:
-        """Returns the text for an order."""
         return json.dumps([self.folder, *vars(self.token_bytes).values(), self.trace.line()])
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Returns the pass that a text describes."""
         folder, query, output, key_value, line = json.loads(text)
         return cls(folder, TokenBytes(query, output, key_value), read_trace(line, "an order of a trainer"))
 
@@ -236,7 +231,6 @@ class ServedTraces:
         self._file, self._folder, self._refused = TraceFile(""), "", ""
 
     def begin(self, plan: LivePlan, text: str) -> None:
-        """Traces the pass that begins."""
         reported = ReportedPass.of(text)
         root = self.root.resolve()
         if not Path(reported.folder).resolve().is_relative_to(root):

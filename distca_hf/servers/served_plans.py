@@ -67,7 +67,6 @@ class Servers(ExtraRanks):
 
     @property
     def count(self) -> int:
-        """Number of servers."""
         return len(self.speeds)
 
     def some(self, chosen: Sequence[int]) -> "Servers | None":

@@ -213,7 +213,6 @@ class ServedTransport:
         return self._plans
 
     def order(self, kind: Kind, numbers: IntArray = NO_NUMBERS) -> None:
-        """Posts an order to the members."""
         self._outbox.post(Order(kind, self.membership, numbers))
 
     def close(self) -> None:

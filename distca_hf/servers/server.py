@@ -256,7 +256,6 @@ class Server:
         return None
 
     def _follow(self, order: Order) -> None:
-        """Follows one order."""
         if order.membership in self._lost_memberships:  # posted before its trainer noticed
             return
         where = f"attention server {self._member.server}"
@@ -350,7 +349,6 @@ class Server:
         return Service(transport, config, device, show, Stopwatch(device), traces)
 
     def _device(self, kind: str) -> torch.device:
-        """Returns the device to compute on."""
         if kind != "cuda":
             return torch.device(kind)
         local_rank, gpus = launched_local_rank(), torch.cuda.device_count()

@@ -59,7 +59,6 @@ class Reading(NamedTuple):
     nanoseconds: int = 0
 
     def plus(self, other: "Reading") -> "Reading":
-        """Returns the sum of two readings."""
         return Reading(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def since(self, earlier: "Reading") -> "Reading":

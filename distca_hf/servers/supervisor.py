@@ -156,7 +156,6 @@ class Supervisor:
         return status, f"(restart {restarts}) ended with status {status}"
 
     def _note_signal(self, number: int, frame: object) -> None:
-        """Notes a signal, to be passed on to the child."""
         if self._signal is None:
             self._signal = number
 

@@ -224,7 +224,6 @@ def _carried(rule: StateRule, carried: CarriedRows, name: str) -> torch.Tensor:
 
 
 def _of_whole(rule: StateRule, rows: Sequence[torch.Tensor], group: DeviceGroup) -> torch.Tensor:
-    """Returns outputs of whole documents."""
     if len(group.tokens) == 1:
         return rule.outputs(rows)
     if rule.packed is not None:

@@ -14,7 +14,6 @@ call with an unknown argument is refused, and in the first forward pass every at
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -102,11 +101,6 @@ class PositionLimits:
     def longest_tokens(self) -> int | None:
         """Longest document that is not refused; None if there is no limit."""
         return min((limit for limit in (self._table, self._rotary) if limit is not None), default=None)
-
-    @property
-    def reach_tokens(self) -> int:
-        """Longest document that the model's positions reach."""
-        return self.longest_tokens or self.trained_tokens or sys.maxsize
 
     def check(self, longest_document_tokens: int, where: str) -> None:
         """Checks the length of a document; warns once if it is longer than the model was trained with.
@@ -210,7 +204,6 @@ def _positions(model: PreTrainedModel, longest_document_tokens: int) -> Iterator
 
 
 def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
-    """Yields settings that are not computed."""
     if getattr(config, "alibi", False):
         yield "alibi=True: attention bias is not computed"
     if getattr(config, "is_causal", True) is False:

@@ -112,7 +112,6 @@ class DecoderBorders:
         ]
 
     def leave(self) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -193,7 +192,8 @@ class DecoderBorders:
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
         columns = self._columns_of(plan, moving, positions, given, crosses=moves.on_host.crosses)
         # Positions and other whole numbers are side by side: one index then picks all numbers of a row.
-        numbers = {name: moving.pop(name) for name in [*moving] if _is_whole_number(moving[name])}
+        whole = [name for name, value in moving.items() if value.dtype == torch.int64 and value.ndim == 1]
+        numbers = {name: moving.pop(name) for name in whole}
         moving[NUMBERS] = torch.stack([*positions.expand(columns.position_rows, -1), *numbers.values()], dim=1)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
         for name in (name for name in given if name in REPLACED_BY_PLAN):
@@ -321,11 +321,6 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
     return Columns(
         max(shown_by[POSITIONS]), max(shown_by[IMAGE_LAYERS]), any(shown_by["differentiate"]), now.described
     )
-
-
-def _is_whole_number(value: torch.Tensor) -> bool:
-    """Returns whether a column has one int64 per token."""
-    return value.dtype == torch.int64 and value.ndim == 1
 
 
 def _dense_deep(given: Batch, layers: int) -> torch.Tensor:

@@ -105,16 +105,13 @@ class ForwardCheck:
         """Returns the layers of the next pass, by their calls."""
         known, known_calls = self._pass_layers
         if known is None or known.regions is not regions or known_calls != self.num_calls:
-            known = self._pass_layers_of(regions)
+            masks = list(chain(*self.call_masks.values()))
+            of_calls: tuple[int, ...] = ()
+            if self.tiles and self.num_calls in (None, len(masks)):
+                of_calls = tuple(number for number, calls in enumerate(self.call_masks.values()) for _ in calls)
+            known = PassLayers(self.num_calls or len(masks), tuple(Counter(masks).items()), regions, of_calls)
             self._pass_layers = known, self.num_calls
         return known
-
-    def _pass_layers_of(self, regions: Regions) -> PassLayers:
-        masks = list(chain(*self.call_masks.values()))
-        of_calls: tuple[int, ...] = ()
-        if self.tiles and self.num_calls in (None, len(masks)):
-            of_calls = tuple(number for number, calls in enumerate(self.call_masks.values()) for _ in calls)
-        return PassLayers(self.num_calls or len(masks), tuple(Counter(masks).items()), regions, of_calls)
 
     def facts(self, again: bool) -> dict[str, object]:
         """Returns facts about the model that must be the same on all ranks. Reads modules once, before the first pass.

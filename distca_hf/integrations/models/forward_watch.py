@@ -4,6 +4,7 @@ Hooks find or make the plan of every batch, and check its pass. Batches of `plug
 For any other training batch, ranks agree here. Its plan is made ahead, or when the decoder begins.
 """
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -160,7 +161,6 @@ class ForwardWatch:
         self._passes_with_gradients = 0
 
     def is_running(self) -> bool:
-        """Returns whether the model is in a forward pass."""
         return self._is_running
 
     def bookmark_given(self) -> Callable[[], None]:
@@ -369,7 +369,8 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     """
     follow_mesh(model, plugin)
     longest = longest_document_tokens or plugin.tokens_per_rank * len(plugin.members.token_ranks)
-    longest = longest or PositionLimits(transformers_model(model)).reach_tokens
+    limits = PositionLimits(transformers_model(model))
+    longest = longest or limits.longest_tokens or limits.trained_tokens or sys.maxsize
     check_model(model, longest, plugin.kernel, plugin.device, given_batches=not plugin.tokens_per_rank)
     inner = transformers_model(model)
     watch = watch_of(inner)

@@ -223,7 +223,6 @@ class TiledAttention(TiledForward):
         return output
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs a tile."""
         returned = type(self.module).forward(part, *args, **kwargs)
         if not isinstance(returned, tuple) or len(returned) != 2 or returned[1] is not None:
             raise ConfigError(

@@ -114,20 +114,16 @@ def _carries_state(module_class: Hashable) -> bool:
 
 
 class MixerWatch:
-    """Watches the mixers of one model; does nothing if there are none.
-
-    Attributes:
-        lengths: returns lengths of the documents of a batch, and checks them.
-        carry: whether there are mixers, and the states of all of them travel.
-        need_whole: whether there are mixers that need whole documents.
-    """
+    """Watches the mixers of one model; does nothing if there are none."""
 
     def __init__(self, model: PreTrainedModel, accepts_use_cache: bool) -> None:
         self._model, self._accepts_use_cache = model, accepts_use_cache
         self.mixers = mixers_of(model)
         carry = [carries(mixer) for mixer in self.mixers.values()]
+        # Whether there are mixers, and the states of all of them travel; whether some need whole documents.
         self.carry, self.need_whole = bool(carry) and all(carry), not all(carry)
         self.halo_tokens = halo_tokens_for(model)
+        # Returns lengths of the documents of a batch, and checks them.
         self.lengths = stated_lengths if self.mixers else document_lengths
         classes = {type(mixer): mixer for mixer in self.mixers.values()}
         named = ", ".join(sorted(one.__name__ for one in classes))

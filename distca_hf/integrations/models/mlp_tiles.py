@@ -73,7 +73,6 @@ class TiledMlp(TiledForward):
     _needs_graph = False
 
     def run(self, x_1TD: torch.Tensor) -> torch.Tensor:
-        """Runs the MLP on a tile."""
         output: torch.Tensor = (
             type(self.module).forward(self.module, x_1TD) if self.replaced is None else self.replaced(x_1TD)
         )

@@ -44,17 +44,12 @@ class Begun(NamedTuple):
 
 
 class StateRule(ABC):
-    """A call of a function that takes a state through rows.
+    """A call of a function that takes a state through rows `[1, T, ...]`."""
 
-    Attributes:
-        rows: its tensors `[1, T, ...]`.
-        packed: returns the keywords of packed rows; None if the function does not support them.
-        dtype: of summaries and states, at least fp32.
-    """
-
+    # `packed` returns the keywords of packed rows; None if the function does not support them.
     def __init__(self, rows: Tensors, packed: Packed | None) -> None:
         self.rows, self.packed = rows, packed
-        self.dtype = torch.promote_types(rows[0].dtype, torch.float32)
+        self.dtype = torch.promote_types(rows[0].dtype, torch.float32)  # of summaries and states
 
     @abstractmethod
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:

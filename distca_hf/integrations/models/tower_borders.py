@@ -26,13 +26,13 @@ from distca_hf.batches.image_plans import ImagePlan, ImagePlanner, ShownImages
 from distca_hf.batches.images import OUTPUTS, PixelForm, check_all_hold, pixel_form
 from distca_hf.comm.agreement import NO_FACTS, Facts, labels_of
 from distca_hf.comm.grid import Scope
-from distca_hf.comm.transport import Transport
+from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.integrations.models.hooks import Hook, Keywords
 from distca_hf.integrations.models.image_features import MovedFeatures, compute_features, towers_of
 from distca_hf.integrations.models.structure import backbone_of, names_by_position
 from distca_hf.runtime.buckets import to_device
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.moved_images import FeatureForm, RowsHome, send_pixels, show_features
+from distca_hf.runtime.moved_images import FeatureForm, RowsHome, show_features
 from distca_hf.runtime.posted import among_trainers
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import hidden_from_dynamo
@@ -64,7 +64,6 @@ class TowerBorders:
             self._handles = [self._backbone.register_forward_pre_hook(Hook(self._before), with_kwargs=True)]
 
     def leave(self) -> None:
-        """Removes the hook."""
         for handle in self._handles:
             handle.remove()
 
@@ -137,7 +136,11 @@ class TowerBorders:
         rows = tokens[units.held == rank]
         places, sent, received = moves.feature_rows(rows, tokens)
         way = RowsHome(transport, to_device(places, device), sent, received, where)
-        computed = of_features.of_no_image(device) if features is None else features.rows
+        if features is None:
+            width = of_features.width * (1 + of_features.deep_layers)
+            computed = torch.empty((0, width), dtype=of_features.dtype, device=device)
+        else:
+            computed = features.rows
         home = way.features(computed, self._differentiates)
         of_items = np.add.reduceat(rows, np.cumsum(units.of_items) - units.of_items) if len(rows) else rows
         return self._replaced(given, planned.images[rank].num_images, of_features, home, of_items.tolist())
@@ -195,6 +198,7 @@ def _exchange_pixels(
         missing = [size - has for size, has in zip(form.room, pixels.shape[1:], strict=True)]
         if any(missing):  # whole images get the same room on all ranks
             pixels = nn.functional.pad(pixels, (0, missing[2], 0, missing[1]))
-    leaving, sent, received = rows
-    arrived = send_pixels(transport, pixels.flatten(1), to_device(leaving, device), sent, received, where)
+    leaving, sent, received = rows  # rows to send, by destination; a row may leave several times
+    pixels = pixels.flatten(1).index_select(0, to_device(leaving, device))
+    arrived = transport.exchange(AllToAll(pixels, sent, received, f"{where}, pixels")).wait()
     return arrived.view(len(arrived), *form.room)

@@ -64,7 +64,6 @@ class Attachment:
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Attachment | None":
-        """Returns the attachment of a Trainer; None if nothing is attached to it."""
         found: Attachment | None = getattr(trainer, ATTACHED, None)
         return found
 

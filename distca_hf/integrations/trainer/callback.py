@@ -290,7 +290,6 @@ def _print_log(
     logs: dict[str, float] | None = None,
     **kwargs: object,
 ) -> object:
-    """Prints a log in short."""
     return print_log(args, state, control, logs=None if logs is None else in_short(logs), **kwargs)
 
 

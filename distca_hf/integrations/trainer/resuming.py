@@ -175,7 +175,6 @@ class Resuming(TrainerCallback):
         return self._resumed.number, self._resumed.steps_done * self._resumed.accumulation_steps
 
     def _run_epoch(self, run: Method, *, epoch: int, **others: object) -> None:
-        """Trains an epoch, or the rest of it."""
         resumed = self._resumed
         if resumed is None or epoch != resumed.number:
             run(epoch=epoch, **others)

@@ -155,7 +155,6 @@ class LossReader:
         self._replaced_before = {name for name in OF_LOSS if name in vars(self._trainer)}
 
     def install(self) -> None:
-        """Replaces `compute_loss`."""
         self._attachment.replace(self._trainer, "compute_loss", partial(self._read_loss, self._trainer.compute_loss))
 
     def _read_loss(
@@ -218,7 +217,6 @@ class LossReader:
 
 
 def _next(every: int, step: int) -> int:
-    """Returns the next multiple after a step."""
     return (step // every + 1) * every
 
 

@@ -183,7 +183,6 @@ class LeaveOnSignal(TrainerCallback):
         trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Notes the step that was saved."""
         self._saved_step = state.global_step
 
     def on_epoch_end(

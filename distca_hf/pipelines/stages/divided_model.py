@@ -41,7 +41,6 @@ class PassThrough(nn.Module):
     """Replaces a module that another stage runs, and returns its first argument."""
 
     def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """Returns the first argument."""
         return hidden
 
 
