@@ -26,11 +26,8 @@ class DistCAArguments(BaseModel):
     @field_validator(SECTION, mode="before")
     @classmethod
     def check(cls, section: object) -> object:
-        """Checks names and values.
-
-        Raises:
-            ConfigError: a name is not a setting, or a value is wrong; axolotl shows the message.
-        """
+        """Checks names and values. Raises ConfigError if a name is not a setting, or a value is wrong; axolotl shows
+        the message."""
         if section is None or section is False:
             return None
         settings = {} if section is True else section

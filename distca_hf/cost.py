@@ -278,11 +278,8 @@ class Heads:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
-        """Reads the numbers by their names in Transformers' configurations.
-
-        Raises:
-            KeyError: the configuration has no `num_attention_heads`, or neither `head_dim` nor `hidden_size`.
-        """
+        """Reads the numbers by their names in Transformers' configurations. Raises KeyError if the configuration has
+        no `num_attention_heads`, or neither `head_dim` nor `hidden_size`."""
         query = config["num_attention_heads"]
         if config.get("kv_lora_rank") is not None:  # multi-head latent attention: keys carry two parts
             dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]

@@ -208,11 +208,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Returns the GPU of a name.
-
-    Raises:
-        ConfigError: it is unknown; names the nearest one.
-    """
+    """Returns the GPU of a name. Raises ConfigError if it is unknown; names the nearest one."""
     known = GPUS.get(name.lower())
     if known is None:
         raise ConfigError(f"--gpu {name} is not one of {', '.join(GPUS)}.{did_you_mean(name.lower(), GPUS)}")

@@ -153,10 +153,7 @@ class Layout:
         stripes: Sequence[Stripe] = (),
     ) -> "Layout":
         """Makes a layout from each rank's list of (document, start, stop); without `rank_rows` nothing is padded.
-
-        Raises:
-            PackingError: the segments do not cover every document exactly once, or a stripe is held elsewhere.
-        """
+        Raises PackingError if the segments do not cover every document exactly once, or a stripe is held elsewhere."""
         numbers = [number for rank in segments for segment in rank for number in segment]
         flat = as_int_array(numbers, "segments").reshape(-1, 3)
         counts = np.array([len(rank) for rank in segments], dtype=np.int64)

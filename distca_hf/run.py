@@ -120,11 +120,7 @@ def _tell_of_no_trainer() -> None:
 
 
 def read_command(arguments: Sequence[str]) -> Command:
-    """Parses a command line.
-
-    Raises:
-        ConfigError: the line or the recipe is wrong, or there is no such script.
-    """
+    """Parses a command line. Raises ConfigError if the line or the recipe is wrong, or there is no such script."""
     servers, others = _take(arguments, SERVERS_OPTION)
     attaches, others = ATTACH_OPTION in others, [word for word in others if word != ATTACH_OPTION]
     name, script, rest = parse_names(others)
@@ -139,11 +135,8 @@ def read_command(arguments: Sequence[str]) -> Command:
 
 
 def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
-    """Returns the script to run: the given one, or the recipe's own.
-
-    Raises:
-        ConfigError: no script is named, or there is no such file.
-    """
+    """Returns the script to run: the given one, or the recipe's own. Raises ConfigError if no script is named, or
+    there is no such file."""
     wanted = script or recipe.launch.get("script")
     if wanted is None:
         raise ConfigError(f"expected a script: {name} names none in its section launch; write one after the recipe")
@@ -152,10 +145,7 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
 
 def parse_names(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
     """Returns the recipe and the script, or `-m` before a module, if they are given; and the arguments that follow.
-
-    Raises:
-        ConfigError: neither is given.
-    """
+    Raises ConfigError if neither is given."""
     recipe, rest = _take(arguments, OPTION)
     script = rest.pop(0) if rest and (rest[0] == MODULE_OPTION or not rest[0].startswith("-")) else None
     if recipe is None and script is None:

@@ -66,10 +66,7 @@ class Settings:
 
     def check_values(self, settings: type) -> None:
         """Checks this object's values of a class of settings, and converts whole numbers to floats or text if needed.
-
-        Raises:
-            ConfigError: a value has the wrong type, is not one of the choices, or is beyond its limits.
-        """
+        Raises ConfigError if a value has the wrong type, is not one of the choices, or is beyond its limits."""
         for name in names_of(settings):
             value = getattr(self, name)
             check_value(settings, name, value)
@@ -192,11 +189,8 @@ def check_mapping(settings: type, values: object, where: str) -> dict[str, objec
 
 
 def read_text(settings: type, name: str, text: str, where: str) -> object:
-    """Returns the value of a setting that is written as text. `name` is as in `fields_of`.
-
-    Raises:
-        ConfigError: it is not a value of this setting; names its origin.
-    """
+    """Returns the value of a setting that is written as text. `name` is as in `fields_of`. Raises ConfigError if it is
+    not a value of this setting; names its origin."""
     kind, _ = _allowed(settings, name)
     try:
         value = kind(text) if kind is not bool else [*NO, *YES].index(text.lower()) >= len(NO)

@@ -167,11 +167,8 @@ def without_torch_functions() -> AbstractContextManager[Any]:
 
 
 def default_store() -> Store:
-    """Returns the store of the default process group; there is no public way.
-
-    Raises:
-        ValueError: there is no default group.
-    """
+    """Returns the store of the default process group; there is no public way. Raises ValueError if there is no default
+    group."""
     return dist.distributed_c10d._get_default_store()
 
 

@@ -134,11 +134,8 @@ def is_json(line: bytes) -> bool:
 
 
 def read_trace(line: str, where: str) -> RankTrace:
-    """Returns the trace of a line. `where` is the file and number of the line, for messages.
-
-    Raises:
-        ReportError: it is cut off, of another kind or version, or has other fields.
-    """
+    """Returns the trace of a line. `where` is the file and number of the line, for messages. Raises ReportError if it
+    is cut off, of another kind or version, or has other fields."""
     try:
         content = read_json(line)
     except ReportError as error:

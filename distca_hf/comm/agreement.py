@@ -133,11 +133,8 @@ class Agreement:
         scope: Scope | None = None,
     ) -> "Agreement":
         """Starts sending `facts` and `numbers`. For one occasion, `numbers` must have the same names on all ranks. The
-        ranks of `scope` agree, by default the occasion's.
-
-        Raises:
-            ValueError: there are more numbers than an agreement holds.
-        """
+        ranks of `scope` agree, by default the occasion's. Raises ValueError if there are more numbers than an
+        agreement holds."""
         if len(numbers) > WIDTH - HEADER:
             raise ValueError(
                 f"an agreement holds at most {WIDTH - HEADER} numbers, not {len(numbers)}: {', '.join(numbers)}"
@@ -271,11 +268,8 @@ class CheckedTransport:
 
     def exchange(self, asked: AllToAll) -> Exchange:
         """Starts an exchange that all ranks mean. One between tensor ranks is not compared: it follows one of rows.
-
-        Raises:
-            PlanMismatchError: ranks mean different exchanges, or one sends what another does not expect. Names both
-                places, or both numbers of rows; nothing was sent.
-        """
+        Raises PlanMismatchError if ranks mean different exchanges, or one sends what another does not expect. Names
+        both places, or both numbers of rows; nothing was sent."""
         if asked.scope is Scope.TENSOR:
             return self._inner.exchange(asked)
         number, self._number = self._number, self._number + 1

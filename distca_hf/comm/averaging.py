@@ -43,11 +43,8 @@ class Averaged(NamedTuple):
 
 def check_averaging(model: nn.Module, members: Members) -> None:
     """Checks, within a forward pass of a model, that its wrappers average gradients over the ranks that share
-    documents. Does not see gradients that a training loop averages itself.
-
-    Raises:
-        ConfigError: a wrapper averages over other ranks; names it and both groups.
-    """
+    documents. Does not see gradients that a training loop averages itself. Raises ConfigError if a wrapper averages
+    over other ranks; names it and both groups."""
     for averaged in averaging(model):
         if averaged.is_right(members):
             continue

@@ -170,11 +170,8 @@ class Grid:
         return f"{number} ({', '.join(f'{name} {place}' for name, place, size in places if size > 1)})"
 
     def ranks_per_node(self, launched_per_node: int) -> int:
-        """Returns how many ranks that share documents also share a node; 0 if a launcher did not number nodes.
-
-        Raises:
-            ConfigError: nodes hold unequal numbers of them.
-        """
+        """Returns how many ranks that share documents also share a node; 0 if a launcher did not number nodes. Raises
+        ConfigError if nodes hold unequal numbers of them."""
         if not launched_per_node:
             return 0
         per_node = 0
@@ -254,11 +251,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 def check_same_grids(grid: Grid, told: Mapping[int, str]) -> None:
     """Compares the grids of all ranks that train together. `told` has the `grid_in_words` of each rank, by its number
-    in the job.
-
-    Raises:
-        ConfigError: a rank has another grid than the first one; names both.
-    """
+    in the job. Raises ConfigError if a rank has another grid than the first one; names both."""
     first = min(told)
     other = next((rank for rank in sorted(told) if told[rank] != told[first]), None)
     if other is not None:

@@ -104,10 +104,7 @@ def grid_of_mesh(
     stages: str | Sequence[str] = (),
 ) -> Grid:
     """Returns the grid of a device mesh of all ranks of the job, by the names of its dimensions: see `Grid.of_mesh`.
-
-    Raises:
-        ConfigError: it is not a mesh of all ranks with named dimensions, or they are named wrongly.
-    """
+    Raises ConfigError if it is not a mesh of all ranks with named dimensions, or they are named wrongly."""
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         raise ConfigError(f"{mesh!r} must be a device mesh whose dimensions have names (mesh_dim_names)")
     ranks = mesh.mesh.cpu().numpy()
@@ -120,11 +117,8 @@ def is_initialized() -> bool:
 
 
 def process_group_of(group: object) -> dist.ProcessGroup | None:
-    """Returns the process group given as such, or as a device mesh of one dimension; None for None.
-
-    Raises:
-        ConfigError: it is neither; the mesh has several dimensions; or this process is not in it.
-    """
+    """Returns the process group given as such, or as a device mesh of one dimension; None for None. Raises ConfigError
+    if it is neither, the mesh has several dimensions, or this process is not in it."""
     if group is None:
         return None
     if isinstance(group, DeviceMesh):

@@ -120,11 +120,8 @@ class Traffic:
             self.waited_seconds += time.perf_counter() - began
 
     def has_ended(self, work: dist.Work, within: timedelta) -> bool:
-        """Waits for other ranks for a while, and returns whether an operation of gloo has ended.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
+        """Waits for other ranks for a while, and returns whether an operation of gloo has ended. Raises RuntimeError
+        if it has failed."""
         began = time.perf_counter()
         try:
             work.wait(within)
@@ -141,11 +138,8 @@ class Exchange(Protocol):
     """Rows under way."""
 
     def wait(self) -> torch.Tensor:
-        """Returns the rows received from all ranks, grouped by source.
-
-        Raises:
-            PeerLostError, StepTimeoutError: the exchange failed; names the ranks and the place.
-        """
+        """Returns the rows received from all ranks, grouped by source. Raises PeerLostError or StepTimeoutError if the
+        exchange failed; names the ranks and the place."""
         ...
 
 

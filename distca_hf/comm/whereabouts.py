@@ -195,11 +195,8 @@ class Whereabouts(Repeated):
         return True
 
     def shown(self) -> dict[int, Place]:
-        """Returns the places of the ranks that have shown them. A rank may have gone on since.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Returns the places of the ranks that have shown them. A rank may have gone on since. Raises RuntimeError if
+        the store is gone."""
         keys = [*self._keys.values()]
         if not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]

@@ -139,11 +139,8 @@ def sum_of(cuts: list[Cut]) -> int:
 
 def checked_contents(source: DocumentSource) -> str:
     """Returns a checksum of tokens and labels: of all documents if they are few, else of a sample over the dataset.
-    Warns of rows that look padded.
-
-    Raises:
-        PackingError: a document cannot be trained on, or a transform gives other values when a row is drawn again.
-    """
+    Warns of rows that look padded. Raises PackingError if a document cannot be trained on, or a transform gives other
+    values when a row is drawn again."""
     lengths = source.document_tokens
     everything = len(lengths) <= MOST_DOCUMENTS and int(lengths.sum()) <= MOST_TOKENS
     documents = np.arange(len(lengths))

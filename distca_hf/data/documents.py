@@ -187,11 +187,8 @@ class DocumentSource:
         return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Checks that rows are made, and columns shown, as they were when lengths were counted.
-
-        Raises:
-            PackingError: `set_transform`, `set_format` or `reset_format` was called meanwhile.
-        """
+        """Checks that rows are made, and columns shown, as they were when lengths were counted. Raises PackingError if
+        `set_transform`, `set_format` or `reset_format` was called meanwhile."""
         if self._dataset.format != self._format:
             raise PackingError(
                 "the dataset got another transform or format (set_transform, set_format, reset_format) after its "
@@ -205,11 +202,8 @@ class DocumentSource:
         return rows.draw(np.unique(self._row[documents]).tolist(), epoch) if isinstance(rows, DrawnRows) else NO_DRAWS
 
     def read(self, document: int, start: int, stop: int, draws: Draws = NO_DRAWS) -> Tokens:
-        """Reads tokens [start, stop) of a document, and one label more if the document goes on.
-
-        Raises:
-            PackingError: values are missing, or cannot be trained on; names row, token and numbers.
-        """
+        """Reads tokens [start, stop) of a document, and one label more if the document goes on. Raises PackingError if
+        values are missing, or cannot be trained on; names row, token and numbers."""
         # 1. Tokens of the row, and the one after the last, which is its label.
         row, first = int(self._row[document]), int(self._start[document])
         begin = first + start
@@ -299,11 +293,8 @@ def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArr
 
 
 def check_map_style(dataset: object) -> None:
-    """Checks that a dataset is a map-style `datasets.Dataset` with `input_ids`.
-
-    Raises:
-        PackingError: it is not; the message names the remedy.
-    """
+    """Checks that a dataset is a map-style `datasets.Dataset` with `input_ids`. Raises PackingError if it is not; the
+    message names the remedy."""
     import datasets
 
     if isinstance(dataset, datasets.IterableDataset):

@@ -108,11 +108,7 @@ class DrawnRows:
 
 
 def values_of(row: Mapping[str, Any], reading: Reading, where: str, maker: str, tokens: int, because: str) -> Values:
-    """Returns the columns of a row that count, as arrays.
-
-    Raises:
-        PackingError: a column cannot be used; names it.
-    """
+    """Returns the columns of a row that count, as arrays. Raises PackingError if a column cannot be used; names it."""
 
     def numbers(name: str, value: Any, kinds: str) -> NDArray[Any]:
         """Returns the values of a column, one for each token of the row."""

@@ -152,11 +152,8 @@ class EpochPacker:
 
     def rest(self, number: int, taken: Sequence[tuple[int, int]]) -> Epoch:
         """Returns the rest of epoch `number`, after parts of it were taken in micro-batches of other sizes. `taken`
-        has (capacity_tokens, micro-batches taken) of each part, in order.
-
-        Raises:
-            PackingError: a document is longer than one of these micro-batches, or there were fewer of them.
-        """
+        has (capacity_tokens, micro-batches taken) of each part, in order. Raises PackingError if a document is longer
+        than one of these micro-batches, or there were fewer of them."""
         packed: Epoch | None = None
         for capacity_tokens, micro_batches in taken:
             if packed is None:

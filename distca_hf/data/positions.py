@@ -45,12 +45,8 @@ class SavedPosition:
 
     @classmethod
     def read(cls, state: Mapping[str, Any], identity: Mapping[str, object], longest_tokens: int) -> "SavedPosition":
-        """Reads what `with_checksum` returned.
-
-        Raises:
-            ConfigError: the position is of another dataset or order, or a field is missing, has the wrong type or is
-                out of range; names it.
-        """
+        """Reads what `with_checksum` returned. Raises ConfigError if the position is of another dataset or order, or a
+        field is missing, has the wrong type or is out of range; names it."""
         check_identity(state, identity)
         numbers = {name: whole_number(name, state.get(name), least=1) for name in ("num_ranks", "micro_steps")}
         numbers["epoch"] = whole_number("epoch", state.get("epoch"), most=MOST_EPOCHS)
@@ -80,11 +76,7 @@ class SavedPosition:
     def check_sizes(self, now: Mapping[str, int], stages: tuple[int, ...], whole_documents: bool) -> None:
         """Checks that a position within an optimizer step or an epoch was saved with the present sizes, if its
         micro-batches depend on them. With whole documents they depend on ranks and their tokens, in a pipeline also on
-        the micro-batches of a step.
-
-        Raises:
-            ConfigError: it was saved with other sizes; names both.
-        """
+        the micro-batches of a step. Raises ConfigError if it was saved with other sizes; names both."""
         into_step = (self.micro_batch - self.steps_from) % self.micro_steps
         if self.sizes != now and into_step:
             raise ConfigError(
@@ -106,11 +98,8 @@ class SavedPosition:
             )
 
     def check_micro_batches(self, taken: int, num_micro_batches: int) -> None:
-        """Checks that an epoch has at least as many micro-batches as were taken from it.
-
-        Raises:
-            ConfigError: it has fewer.
-        """
+        """Checks that an epoch has at least as many micro-batches as were taken from it. Raises ConfigError if it has
+        fewer."""
         if taken > num_micro_batches:
             raise ConfigError(
                 f"the saved loader position has micro_batch={taken}, and epoch {self.epoch} has {num_micro_batches}"
@@ -118,11 +107,8 @@ class SavedPosition:
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, object]) -> None:
-    """Checks that a position is of the same data and order.
-
-    Raises:
-        ConfigError: it is not; names the field and both values.
-    """
+    """Checks that a position is of the same data and order. Raises ConfigError if it is not; names the field and both
+    values."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"the saved loader position is a {type(state).__name__}, and not a mapping of fields")
     if ("readers" in state) != ("readers" in identity):

@@ -119,11 +119,8 @@ class StreamReader:
         source.has_given_rows |= not self.has_ended
 
     def read_again(self) -> list[StreamDocument]:
-        """Reads the documents between the snapshot and the position.
-
-        Raises:
-            ConfigError: the stream was changed, and has others.
-        """
+        """Reads the documents between the snapshot and the position. Raises ConfigError if the stream was changed, and
+        has others."""
         found: list[StreamDocument] = []
         while self.documents < self._position.documents and not self.has_ended:
             found += self._read_row()

@@ -90,11 +90,7 @@ class Reading:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def looks_at(self, name: str, where: str = "") -> bool:
-        """Returns whether a column of this name counts.
-
-        Raises:
-            PackingError: it would change the loss.
-        """
+        """Returns whether a column of this name counts. Raises PackingError if it would change the loss."""
         if self.only is not None and name not in self.only:
             return False
         if name in self.refused:
@@ -103,11 +99,8 @@ class Reading:
 
     def check(self, names: Sequence[str], where: str = "") -> list[str]:
         """Returns which of these unknown columns of numbers are inputs of the model: a number per token, which travels
-        with its token.
-
-        Raises:
-            PackingError: a model or a loss may need another one of them, and a placed batch cannot hold it.
-        """
+        with its token. Raises PackingError if a model or a loss may need another one of them, and a placed batch
+        cannot hold it."""
         inputs = [name for name in names if name in (self.inputs or ()) and name not in OF_BATCHES]
         others = [name for name in names if name not in inputs]
         if not others:

@@ -85,11 +85,8 @@ class BufferPosition:
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_readers: int) -> Self:
-        """Reads what `fields` returned.
-
-        Raises:
-            ConfigError: a field is missing, has the wrong type or is out of range; names it.
-        """
+        """Reads what `fields` returned. Raises ConfigError if a field is missing, has the wrong type or is out of
+        range; names it."""
         positions = list_field("positions", state.get("positions"), MOST_READERS)
         readers = []
         for position in positions:
@@ -173,11 +170,8 @@ class StreamBuffer:
         return self._read[reader]
 
     def restore(self, read_again: Sequence[NewDocuments]) -> None:
-        """Takes the documents that each reader read since its snapshot; keeps those that its position names.
-
-        Raises:
-            ConfigError: the stream has other documents now.
-        """
+        """Takes the documents that each reader read since its snapshot; keeps those that its position names. Raises
+        ConfigError if the stream has other documents now."""
         keys = [
             keys_of(number, position.snapshot.documents, len(read.tokens))
             for number, (position, read) in enumerate(zip(self._start.readers, read_again, strict=True))

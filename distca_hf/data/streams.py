@@ -58,11 +58,7 @@ def _has_state(dataset: object) -> TypeGuard[Stream]:
 
 
 def check_saves_position(stream: object) -> None:
-    """Checks that the position of a stream can be saved.
-
-    Raises:
-        PackingError: it cannot; says what to do.
-    """
+    """Checks that the position of a stream can be saved. Raises PackingError if it cannot; says what to do."""
     if not _has_state(stream):
         raise PackingError(
             f"{type(stream).__name__} is a stream whose position cannot be saved: it has no state_dict and "

@@ -197,11 +197,8 @@ find_in_graph = define_op(_find_documents, _shapes)
 
 def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> Documents:
     """Returns documents divided into chunks of this length, or unchanged if it is None or no document is longer.
-
-    Raises:
-        UnsupportedAttentionError: queries with a cache are beyond the first chunk: the cache may lack some of their
-            keys.
-    """
+    Raises UnsupportedAttentionError if queries with a cache are beyond the first chunk: the cache may lack some of
+    their keys."""
     if chunk_tokens is None:
         return documents
     first = given.q_offset if given.cached is None else int(given.cached)
@@ -227,11 +224,8 @@ def name_of(module: nn.Module) -> str:
 
 
 def stated_lengths(batch: Batch) -> IntArray | None:
-    """Returns lengths of the documents of a training batch, row after row; None if the batch is padded.
-
-    Raises:
-        PackingError: nothing says where documents begin, or offsets, positions and `seq_idx` disagree.
-    """
+    """Returns lengths of the documents of a training batch, row after row; None if the batch is padded. Raises
+    PackingError if nothing says where documents begin, or offsets, positions and `seq_idx` disagree."""
     lengths = document_lengths(batch)
     if lengths is None:
         return None
@@ -247,11 +241,8 @@ def stated_lengths(batch: Batch) -> IntArray | None:
 
 def lengths_and_rows(batch: Batch) -> tuple[IntArray, IntArray | None]:
     """Returns lengths of the documents of any batch, and the place of each of their tokens in the flattened batch;
-    None instead of places if documents fill all rows, one after the other.
-
-    Raises:
-        PackingError: offsets, positions, `seq_idx` and mask disagree, or a document does not begin at position 0.
-    """
+    None instead of places if documents fill all rows, one after the other. Raises PackingError if offsets, positions,
+    `seq_idx` and mask disagree, or a document does not begin at position 0."""
     lengths = document_lengths(batch)
     if lengths is not None:
         _check_seq_idx(batch, lengths)

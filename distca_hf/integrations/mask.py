@@ -113,11 +113,8 @@ class RowMask:
 
     def __getitem__(self, places: tuple[slice, ...]) -> "RowMask":
         """Returns the mask of the last queries: layers of Gemma 4 that share keys leave out the others if nobody asks
-        for their logits.
-
-        Raises:
-            UnsupportedAttentionError: something else is asked for, or rows hold several documents.
-        """
+        for their logits. Raises UnsupportedAttentionError if something else is asked for, or rows hold several
+        documents."""
         batch_size, _, queries, keys = self.shape
         first, *rest = places[2].indices(queries)
         if places != (slice(None), slice(None), places[2], slice(None))[: len(places)] or rest != [queries, 1]:

@@ -141,11 +141,8 @@ class OffloadedLayers:
         return host
 
     def settle(self) -> None:
-        """Lets go of tensors whose copies to the host have started; kernels to come wait for these copies.
-
-        Raises:
-            RuntimeError: one of them was changed in place.
-        """
+        """Lets go of tensors whose copies to the host have started; kernels to come wait for these copies. Raises
+        RuntimeError if one of them was changed in place."""
         leaving, self._leaving = self._leaving, []
         for copying in leaving:
             copying.check_unchanged()

@@ -268,11 +268,8 @@ def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
 
 
 def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
-    """Returns the elements of a row of each part that is copied.
-
-    Raises:
-        ValueError: rows of sources and targets differ.
-    """
+    """Returns the elements of a row of each part that is copied. Raises ValueError if rows of sources and targets
+    differ."""
     rows, places = ([shape for shape, *_ in kinds] for kinds in (sources, targets))
     widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
     same = rows == places if len(rows) == len(places) else sum(widths) == sum(room)

@@ -136,10 +136,7 @@ class RowSums:
 def prepare_add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> AddRows:
     """Returns a function of tensors like these that adds own rows, then returned ones, to rows of `target`, in
     max(fp32, dtype). All are `[rows, ...]` with rows of one shape. They need not be contiguous, but each row must be.
-
-    Raises:
-        ValueError: on a GPU, a row is not contiguous.
-    """
+    Raises ValueError if a row on a GPU is not contiguous."""
     if not sums.rows.shape[0]:
         return lambda target, own, returned: None
     if has_fused_kernels(target):

@@ -57,12 +57,8 @@ class Parts:
         return self.num_stages * self.chunks
 
     def check(self, micro_steps: int, num_layers: int | None = None) -> None:
-        """Checks that the schedule can run.
-
-        Raises:
-            ConfigError: there are fewer micro-batches than stages, or with interleaving not a multiple of them; or
-                more parts than layers.
-        """
+        """Checks that the schedule can run. Raises ConfigError if there are fewer micro-batches than stages, or with
+        interleaving not a multiple of them; or more parts than layers."""
         if micro_steps < self.num_stages:
             raise ConfigError(
                 f"{micro_steps} micro-batches per optimizer step do not fill a pipeline of {self.num_stages} stages; "

@@ -111,11 +111,8 @@ class ForwardPass:
 
     def check_open(self) -> None:
         """Checks that the model has begun this pass and not ended it; called by layers of enabled models. Accepts
-        layers that backward recomputes.
-
-        Raises:
-            PlanError: only a part of the model was called, so its pass is not checked.
-        """
+        layers that backward recomputes. Raises PlanError if only a part of the model was called, so its pass is not
+        checked."""
         if self.facts is not None and (not self._ended or backward_number() >= 0):
             return
         raise PlanError(

@@ -154,11 +154,7 @@ class LayerKinds:
 
     def of(self, spec: AttentionSpec) -> LayerKind:
         """Returns the kind of layers that attend like this, as `spec` returned it. Routes a window that was not known
-        before.
-
-        Raises:
-            PlanError: the batch was planned without their mask.
-        """
+        before. Raises PlanError if the batch was planned without their mask."""
         mask, route_window = mask_of(spec), self._planned.route_window
         found = self._kinds.get(mask)
         if found is not None:
@@ -185,11 +181,7 @@ class LayerKinds:
         return self.held.num_rows // self.held.rows_per_token
 
     def check_fit(self, x: torch.Tensor, where: str) -> None:
-        """Checks that device, rows and heads of a tensor fit the plan.
-
-        Raises:
-            PlanError: they are not.
-        """
+        """Checks that device, rows and heads of a tensor fit the plan. Raises PlanError if they do not."""
         device, groups = self.held.send_rows.device, max(kind.plan.forward.rows_per_token for kind in self)
         if x.device != device:
             raise PlanError(

@@ -60,11 +60,7 @@ class PlanRegister:
                 self.newest.popitem(last=False)
 
     def find(self, number: int) -> "LivePlan":
-        """Returns the plan with this number.
-
-        Raises:
-            PlanError: no batch or graph holds it any more.
-        """
+        """Returns the plan with this number. Raises PlanError if no batch or graph holds it any more."""
         plan = self.newest.get(number) or self._all.get(number)  # the second is slower, and rarely needed
         if plan is None:
             raise PlanError(
@@ -166,11 +162,8 @@ class LivePlan:
         )
 
     def agree(self) -> None:
-        """Waits until all ranks have shown that they run the same plan; once.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they do not.
-        """
+        """Waits until all ranks have shown that they run the same plan; once. Raises PlanMismatchError or
+        PeerLostError if they do not."""
         if self.agreement is not None:
             self.numbers |= self.agreement.wait(Scope.ROWS)
             self.agreement = None
@@ -245,11 +238,8 @@ class LivePlan:
 
     def end_forward_pass(self, trains: bool = False) -> None:
         """Ends the forward pass, perhaps one of training. If no backward pass can follow, this rank waits for the
-        others here.
-
-        Raises:
-            PlanMismatchError, PeerLostError: no backward pass follows, and ranks ran different passes or one is lost.
-        """
+        others here. Raises PlanMismatchError or PeerLostError if no backward pass follows, and ranks ran different
+        passes or one is lost."""
         moves = self.planned.moves
         crosses = moves is not None and moves.on_host.crosses
         exchanges = crosses or any(kind.plan.forward.exchanges for kind in self.kinds)

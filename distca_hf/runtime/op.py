@@ -71,11 +71,8 @@ def _flash_attn(
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> OpOutputs:
-    """Returns empty outputs for compiled graphs, where the number of kept rows is unknown.
-
-    Raises:
-        UnsupportedAttentionError: a GPU would record the graph.
-    """
+    """Returns empty outputs for compiled graphs, where the number of kept rows is unknown. Raises
+    UnsupportedAttentionError if a GPU would record the graph."""
     if q_TNH.device.type != "cpu" and compiles_cuda_graphs():
         raise UnsupportedAttentionError(
             'a batch with a plan arrived in layers compiled for CUDA graphs (mode="reduce-overhead"): how many rows '

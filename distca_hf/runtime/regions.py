@@ -77,11 +77,7 @@ def runs_of(region: AnyRegion) -> tuple[RegionRun[AnyRegion], RegionRun[AnyRegio
 
 
 def check_call(number: int, num_calls: int, remedy: str) -> None:
-    """Checks that forward made a call, counted from 0.
-
-    Raises:
-        RuntimeError: there were fewer calls.
-    """
+    """Checks that forward made a call, counted from 0. Raises RuntimeError if there were fewer calls."""
     if number >= num_calls:
         raise RuntimeError(f"recomputation made more than the {num_calls} calls of its forward pass; {remedy}")
 
@@ -103,11 +99,8 @@ class SavingRegion:
         self._saved.append([(x.detach(), x._version) for x in outputs])
 
     def take(self) -> Outputs:
-        """Returns the outputs of the next call, as new tensors.
-
-        Raises:
-            RuntimeError: recomputation makes more calls than forward did, or outputs were changed in place since.
-        """
+        """Returns the outputs of the next call, as new tensors. Raises RuntimeError if recomputation makes more calls
+        than forward did, or outputs were changed in place since."""
         check_call(self._taken, len(self._saved), self._remedy)
         saved, self._taken = self._saved[self._taken], self._taken + 1
         if any(x._version != version for x, version in saved):
@@ -140,11 +133,8 @@ class RetainingRegion:
         self._received.append(received)
 
     def take(self) -> Received | None:
-        """Returns the rows that the next call received in forward.
-
-        Raises:
-            RuntimeError: recomputation makes more calls than forward did.
-        """
+        """Returns the rows that the next call received in forward. Raises RuntimeError if recomputation makes more
+        calls than forward did."""
         check_call(self._taken, len(self._received), EXCHANGES_AGAIN)
         received, self._taken = self._received[self._taken], self._taken + 1
         return None if received is None else received.once_more()

@@ -172,11 +172,8 @@ class Watch(MembershipWatch):
         ]
 
     def wait_for_all(self, rank: int, patience_seconds: float) -> None:
-        """Waits until all servers have a heartbeat.
-
-        Raises:
-            PeerLostError: some have none at the deadline; names them.
-        """
+        """Waits until all servers have a heartbeat. Raises PeerLostError if some have none at the deadline; names
+        them."""
         deadline = time.monotonic() + patience_seconds
         while 0 in (starts := self.starts()) and time.monotonic() < deadline:
             time.sleep(WAIT_SECONDS)

@@ -47,11 +47,8 @@ class JobStore:
         return type(self)(self._store, self._secret, f"{self._path}/{name}")
 
     def check_secret(self) -> None:
-        """Checks that this process has the same secret as the first one.
-
-        Raises:
-            ConfigError: it has another secret.
-        """
+        """Checks that this process has the same secret as the first one. Raises ConfigError if it has another
+        secret."""
         if not self._opened("secret", self.plain.compare_set("secret", "", self._signed("secret", b"same"))):  # type: ignore[arg-type]
             raise ConfigError(
                 f"this process and the first one of the job have different values of {JOB_SECRET}, or somebody else "
@@ -162,11 +159,7 @@ def note_end(trainer: int) -> None:
 
 
 def has_ended(store: JobStore, trainer: int) -> bool:
-    """Returns whether a trainer's script has ended.
-
-    Raises:
-        StoreLostError: the store is gone.
-    """
+    """Returns whether a trainer's script has ended. Raises StoreLostError if the store is gone."""
     try:
         return bool(store.get(_ended(trainer)))
     except RuntimeError as error:

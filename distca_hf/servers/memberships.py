@@ -99,11 +99,8 @@ class MembershipTransport(TorchTransport):
         self._starting, self._is_aborted = threading.Lock(), False
 
     def exchange(self, asked: AllToAll) -> TorchExchange:
-        """Starts an uneven all-to-all.
-
-        Raises:
-            ServerLostError: it could not be started, or the group was aborted: torch would reopen it, and wait.
-        """
+        """Starts an uneven all-to-all. Raises ServerLostError if it could not be started, or the group was aborted:
+        torch would reopen it, and wait."""
         with self._starting:
             if self._is_aborted:
                 raise ServerLostError(
@@ -137,11 +134,8 @@ class MembershipTransport(TorchTransport):
     def wait_for(
         self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS, of_rows: bool = True
     ) -> None:
-        """Waits for an operation.
-
-        Raises:
-            ServerLostError: it failed, or a member is lost; names the member and the place.
-        """
+        """Waits for an operation. Raises ServerLostError if it failed, or a member is lost; names the member and the
+        place."""
         pause = FIRST_LOOK_SECONDS
         while self._polls and not work.is_completed():
             message = self._lost()
@@ -233,11 +227,7 @@ class Invitation:
 
     @classmethod
     def read(cls, store: JobStore, membership: int, patience_seconds: float) -> "Invitation":
-        """Reads the invitation to a membership.
-
-        Raises:
-            PeerLostError: trainer 0 did not write it in time.
-        """
+        """Reads the invitation to a membership. Raises PeerLostError if trainer 0 did not write it in time."""
         here = membership_store(store, membership)
         content = here.read("opened", patience_seconds)
         if content is None:
@@ -345,11 +335,8 @@ def _connect(group: RowGroup, num_ranks: int, device: torch.device) -> None:
 
 
 def in_time(call: Callable[[], None], seconds: float, of: str) -> None:
-    """Makes a call that may never return, in a thread that is then abandoned. Raises the call's own errors.
-
-    Raises:
-        RuntimeError: it did not return in time.
-    """
+    """Makes a call that may never return, in a thread that is then abandoned. Raises the call's own errors. Raises
+    RuntimeError if it did not return in time."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -155,11 +155,8 @@ class Sequences:
         return encode(order, sequence)
 
     def decode(self, message: bytes, where: str) -> Order | None:
-        """Returns the order in a signed message; if it came before, warns and returns None.
-
-        Raises:
-            PlanMismatchError: the message is of another version, or one before it is missing.
-        """
+        """Returns the order in a signed message; if it came before, warns and returns None. Raises PlanMismatchError
+        if the message is of another version, or one before it is missing."""
         numbers = np.frombuffer(message, dtype="<i8").astype(np.int64)
         version, membership, sequence, kind = numbers[:HEADER].tolist()
         if version != ORDER_VERSION or kind not in tuple(Kind):
@@ -199,11 +196,7 @@ class Outbox:
         self._sequences = {server: Sequences() for server in servers}
 
     def post(self, order: Order) -> None:
-        """Posts an order to each server.
-
-        Raises:
-            StoreLostError: the store is gone.
-        """
+        """Posts an order to each server. Raises StoreLostError if the store is gone."""
         for server, sequences in self._sequences.items():
             try:
                 self._store.push(_queue(*server), sequences.encode(order))

@@ -81,11 +81,8 @@ class Servers(ExtraRanks):
         return (float(self.trainers_attend),) * num_trainers + tuple(float(speed) for speed in self.speeds)
 
     def topology(self, trainers: Topology) -> Topology:
-        """Returns the topology of the trainers, followed by the servers.
-
-        Raises:
-            ConfigError: trainers are on several nodes, and the servers' nodes are not known.
-        """
+        """Returns the topology of the trainers, followed by the servers. Raises ConfigError if trainers are on several
+        nodes, and the servers' nodes are not known."""
         if not self.nodes and trainers.num_nodes > 1:
             raise ConfigError(
                 f"{self.count} attention servers and trainers on {trainers.num_nodes} nodes: say on which node "
@@ -133,12 +130,8 @@ def plan_to_integers(plan: Plan) -> IntArray:
 
 
 def plan_from_integers(integers: IntArray) -> Plan:
-    """Reads a plan from the array that `plan_to_integers` wrote, and validates it.
-
-    Raises:
-        PlanError: the array is of another kind or version, is cut off or too long, or holds a plan that breaks its own
-            invariants.
-    """
+    """Reads a plan from the array that `plan_to_integers` wrote, and validates it. Raises PlanError if the array is of
+    another kind or version, is cut off or too long, or holds a plan that breaks its own invariants."""
     # 1. Header: numbers, and lengths that add up to the rest.
     if not isinstance(integers, np.ndarray) or integers.dtype != np.int64 or integers.ndim != 1:
         found = f"{integers.dtype} {integers.shape}" if isinstance(integers, np.ndarray) else type(integers).__name__

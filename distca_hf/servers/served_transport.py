@@ -102,11 +102,8 @@ class ServedTransport:
             if_it_fails.pop_all()
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an uneven all-to-all among trainers and members.
-
-        Raises:
-            ServerLostError: a server was lost; inside a step that can run again, the step fails.
-        """
+        """Starts an uneven all-to-all among trainers and members. Raises ServerLostError if a server was lost; inside
+        a step that can run again, the step fails."""
         if self._wires is None:
             return self.among_trainers.exchange(asked)
         outside = None if self.in_step else self._progress

@@ -129,11 +129,8 @@ class Service:
     rows: dict[tuple[int, ...], Attended] = field(default_factory=dict)
 
     def take_plan(self, order: PlanOrder) -> None:
-        """Routes a plan, and drops plans that no trainer holds any more.
-
-        Raises:
-            PlanMismatchError: it is not the plan that the trainers made.
-        """
+        """Routes a plan, and drops plans that no trainer holds any more. Raises PlanMismatchError if it is not the
+        plan that the trainers made."""
         self.report(self.stopwatch.read())  # once per micro-batch, and not during its calls
         self.traces.write_complete()
         plan = plan_from_integers(order.integers)
@@ -154,22 +151,16 @@ class Service:
         self.plans[order.plan] = live, {}
 
     def plan(self, number: int) -> tuple[LivePlan, dict[int, Kept]]:
-        """Returns the plan with a number, and the rows kept for it.
-
-        Raises:
-            PlanError: there is no plan with this number.
-        """
+        """Returns the plan with a number, and the rows kept for it. Raises PlanError if there is no plan with this
+        number."""
         if number not in self.plans:
             raise PlanError(f"a call names plan {number}, this server holds {', '.join(map(str, self.plans))}")
         return self.plans[number]
 
     @torch.no_grad()
     def call(self, order: CallOrder) -> None:
-        """Makes an attention call.
-
-        Raises:
-            PlanError: there is no plan with this number, or nothing was kept for it.
-        """
+        """Makes an attention call. Raises PlanError if there is no plan with this number, or nothing was kept for
+        it."""
         plan, kept = self.plan(order.plan)
         shapes = order[2:7]
         rows = self.rows.get(shapes)

@@ -236,10 +236,7 @@ class ServerSpeeds:
 
     def numbers(self) -> list[int]:
         """Returns this trainer's numbers for the vote: its own reading, and on one trainer those of the members.
-
-        Raises:
-            StoreLostError: the store is gone.
-        """
+        Raises StoreLostError if the store is gone."""
         self._has_voted = True
         now = self._last if self.stopwatch is None else self.stopwatch.read()
         mine, self._last = now.since(self._last), now

@@ -245,11 +245,8 @@ def _packed_by(function: Callable[..., Any], keyword: str) -> Packed | None:
 
 
 def _check_takes(function: Callable[..., Any], keywords: tuple[str, ...], name: str) -> None:
-    """Checks that a function takes and returns states.
-
-    Raises:
-        UnsupportedAttentionError: it does not. Transformers drops keywords that an installed kernel lacks.
-    """
+    """Checks that a function takes and returns states. Raises UnsupportedAttentionError if it does not. Transformers
+    drops keywords that an installed kernel lacks."""
     if missing := [keyword for keyword in keywords if keyword not in _parameters_of(function)]:
         raise UnsupportedAttentionError(
             f"{name} calls a kernel that has no {missing[0]!r}, so states of cut documents cannot reach it; install "

@@ -103,11 +103,8 @@ class PositionLimits:
         return min((limit for limit in (self._table, self._rotary) if limit is not None), default=None)
 
     def check(self, longest_document_tokens: int, where: str) -> None:
-        """Checks the length of a document; warns once if it is longer than the model was trained with.
-
-        Raises:
-            UnsupportedAttentionError: the document has positions that the model lacks, or that depend on its batch.
-        """
+        """Checks the length of a document; warns once if it is longer than the model was trained with. Raises
+        UnsupportedAttentionError if the document has positions that the model lacks, or that depend on its batch."""
         longest = longest_document_tokens
         if self._rotary is not None and longest > self._rotary:
             raise UnsupportedAttentionError(f"{where}: {_rotary_refusal(self._rotary, longest)}")
@@ -278,11 +275,8 @@ class KernelNeed(NamedTuple):
 
 def kernel_needs(model: PreTrainedModel, longest_document_tokens: int) -> dict[KernelNeed, list[str]]:
     """Returns what a model needs of kernels, each need with the names of its layers. A window that no document exceeds
-    does not count.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: neither config nor layers say how many heads there are.
-    """
+    does not count. Raises AttributeError, KeyError, RuntimeError or ValueError if neither config nor layers say how
+    many heads there are."""
     heads_of_layer = heads_of_layers(model)
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
     layers_of_need: dict[KernelNeed, list[str]] = {}

@@ -229,11 +229,8 @@ class DecoderBorders:
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
         """Returns the columns that move. Ranks agree on them if the form of their batches is new, unless nothing is
-        sent: a rank without padding has already returned, and would not take part.
-
-        Raises:
-            PlanError: this rank's columns differ from those that ranks agreed on for batches of this form.
-        """
+        sent: a rank without padding has already returned, and would not take part. Raises PlanError if this rank's
+        columns differ from those that ranks agreed on for batches of this form."""
         described = {name: (value.dtype, value.shape[1:]) for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
         now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)

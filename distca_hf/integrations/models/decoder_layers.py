@@ -60,12 +60,9 @@ def heads_of_layers(model: nn.Module) -> dict[str, Heads]:
 
 
 def whole_heads_of_layers(model: nn.Module) -> dict[str, Heads]:
-    """Returns all heads, of all tensor ranks together, of every attention layer of the text part, by its name.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: neither the config nor the layers say how many heads there
-            are, or how wide they are.
-    """
+    """Returns all heads, of all tensor ranks together, of every attention layer of the text part, by its name. Raises
+    AttributeError, KeyError, RuntimeError or ValueError if neither the config nor the layers say how many heads there
+    are, or how wide they are."""
     layers = attention_layers(transformers_model(model))
     try:
         same = _heads_of_config(model)
@@ -151,11 +148,7 @@ def _config(model: nn.Module, *names: str) -> dict[str, Any]:
 
 def layer_masks_of(model: nn.Module) -> LayerMasks:
     """Returns the masks of a model, each with the number of its layers: full causal layers first, then windows from
-    the shortest on.
-
-    Raises:
-        UnsupportedAttentionError: a window holds no token.
-    """
+    the shortest on. Raises UnsupportedAttentionError if a window holds no token."""
     for refusal in empty_windows(model):
         raise UnsupportedAttentionError(f"{type(transformers_model(model)).__name__}: {refusal}")
     counted = Counter(masks_of_layers(model).values())

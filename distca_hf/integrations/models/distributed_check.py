@@ -68,11 +68,8 @@ def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
 
 def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
     """Checks that no two ranks that share documents hold different heads: rows of one rank would meet other heads on
-    the other. FSDP2 gathers weights before they are used, and divides no heads.
-
-    Raises:
-        ConfigError: a weight of an attention layer is divided between some of these ranks; names it and the ranks.
-    """
+    the other. FSDP2 gathers weights before they are used, and divides no heads. Raises ConfigError if a weight of an
+    attention layer is divided between some of these ranks; names it and the ranks."""
     members, sharded = context.members, sharded_by_fsdp2(model)
     if sharded is None:
         return

@@ -132,11 +132,8 @@ class ForwardCheck:
         return self._state.now()
 
     def check_model(self, module: nn.Module) -> None:
-        """Checks that the model is the one that was enabled, and that it still attends through distca.
-
-        Raises:
-            PlanError: it is a copy, or its attention implementation was changed.
-        """
+        """Checks that the model is the one that was enabled, and that it still attends through distca. Raises
+        PlanError if it is a copy, or its attention implementation was changed."""
         if module is not self._root:
             raise PlanError(
                 f"this {type(module).__name__} is a copy of a model that was enabled; call distca_hf.enable(copy, "
@@ -146,11 +143,8 @@ class ForwardCheck:
 
     def check_implementation(self, trains: bool) -> None:
         """Checks that the model still attends through distca, even if a rank attends locally. In a pass that does not
-        train, another implementation may be intended: only warns then, once.
-
-        Raises:
-            PlanError: its attention implementation was changed.
-        """
+        train, another implementation may be intended: only warns then, once. Raises PlanError if its attention
+        implementation was changed."""
         now = map(attention_of, self._attention_configs)
         others = [implementation for implementation in now if implementation != IMPLEMENTATION]
         if not others or (not trains and self._warned_of_implementation):
@@ -193,11 +187,8 @@ class ForwardCheck:
         return list(weights_beside_text(transformers_model(self._root)).values()) if self.towers else []
 
     def check_plan(self, plan: LivePlan) -> None:
-        """Checks that the model's positions reach the end of the longest document; warns of another plugin.
-
-        Raises:
-            UnsupportedAttentionError: they do not.
-        """
+        """Checks that the model's positions reach the end of the longest document; warns of another plugin. Raises
+        UnsupportedAttentionError if they do not."""
         self.position_limits.check(plan.longest_document_tokens, f"micro-batch {plan.micro_batch}")
         if plan.config is self._config or self._warned_of_plugin:
             return

@@ -64,11 +64,8 @@ TAKE_MODULE = ("attention_interface", "hasattr")
 
 
 def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
-    """Returns the number of tiles of every attention module of a model that runs in more than one.
-
-    Raises:
-        ConfigError: there is none, or a module cannot run on some of its heads; names the module and the reason.
-    """
+    """Returns the number of tiles of every attention module of a model that runs in more than one. Raises ConfigError
+    if there is none, or a module cannot run on some of its heads; names the module and the reason."""
     layers, setting = attention_layers(model), f"{TiledAttention.setting}={most}"
     if heads_divided_by(model) > 1:
         raise ConfigError(f"{setting}: tensor ranks divide the heads of this model already; leave out one of the two")
@@ -174,10 +171,7 @@ class TiledAttention(TiledForward):
     @hidden_from_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Runs the module in tiles; with a cache, outside of training, on all heads, because a cache has all of them.
-
-        Raises:
-            ConfigError: the module has parts that act on all heads, or results of them.
-        """
+        Raises ConfigError if the module has parts that act on all heads, or results of them."""
         if any(isinstance(given, Cache) for given in (*args, *kwargs.values())):
             if not (self.module.training and torch.is_grad_enabled()):
                 whole: tuple[Any, ...] = type(self.module).forward(self.module, *args, **kwargs)

@@ -66,11 +66,7 @@ class CalledFunctions:
 
     def has_changed(self) -> bool:
         """Returns whether a function of the module has changed since the last call. Compares objects, in 2 µs for all
-        mixers of a class.
-
-        Raises:
-            UnsupportedAttentionError: the forward function has changed.
-        """
+        mixers of a class. Raises UnsupportedAttentionError if the forward function has changed."""
         if self._class.forward is not self._forward:
             raise UnsupportedAttentionError(
                 f"{self._class.__name__}.forward was replaced after distca_hf.enable, which replaces functions that "
@@ -115,11 +111,8 @@ class Apart:
         self._carried = None
 
     def carried(self) -> Callable[..., object]:
-        """Returns the forward function for rows whose states travel.
-
-        Raises:
-            UnsupportedAttentionError: a function that the mixer calls takes no states.
-        """
+        """Returns the forward function for rows whose states travel. Raises UnsupportedAttentionError if a function
+        that the mixer calls takes no states."""
         if self._carried is None:
             self._carried = carried_forward(self._mixer, self._rows, self.name)
         return self._carried

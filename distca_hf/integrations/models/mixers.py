@@ -244,11 +244,8 @@ class MixerWatch:
         return {KEYWORD: self._rows} | ({"use_cache": False} if self._accepts_use_cache else {})
 
     def check_ran(self) -> None:
-        """Checks after a pass that the mixers of each layer that ran kept documents apart.
-
-        Raises:
-            UnsupportedAttentionError: a layer called something else instead of its mixer.
-        """
+        """Checks after a pass that the mixers of each layer that ran kept documents apart. Raises
+        UnsupportedAttentionError if a layer called something else instead of its mixer."""
         rows, self._rows = self._rows, None
         for apart in self._apart if rows is not None else ():
             if apart.documents is rows and apart.mixed is not rows:
@@ -266,12 +263,9 @@ class MixerWatch:
             log.info("%s call other functions than in the pass before; states travel through these", self._named)
 
     def _check_weights(self) -> None:
-        """Checks that the weights of mixers are available while a layer runs.
-
-        Raises:
-            UnsupportedAttentionError: ZeRO-3 gathers them for each part of a mixer. Parts run once for documents of
-                about one length, so a different number of times on each rank, and ranks would wait for each other.
-        """
+        """Checks that the weights of mixers are available while a layer runs. Raises UnsupportedAttentionError if
+        ZeRO-3 gathers them for each part of a mixer. Parts run once for documents of about one length, so a different
+        number of times on each rank, and ranks would wait for each other."""
         # ds_id: DeepSpeed's mark of a parameter that ZeRO-3 divides.
         if any(hasattr(parameter, "ds_id") for mixer in self.mixers.values() for parameter in mixer.parameters()):
             raise UnsupportedAttentionError(

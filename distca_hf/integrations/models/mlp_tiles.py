@@ -38,11 +38,7 @@ NAMES = ("mlp", "feed_forward")
 
 
 def tiled_mlps(model: PreTrainedModel, tile_tokens: int) -> list[nn.Module]:
-    """Returns the MLPs of a model that can run in tiles.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Returns the MLPs of a model that can run in tiles. Raises ConfigError if there are none."""
     layers = [part for part in text_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
     mlps = [mlp for layer in layers if (mlp := mlp_of(layer)) is not None]
     if not mlps:

@@ -38,11 +38,8 @@ OF_TOWERS = "sdpa"
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Returns the Transformers model inside a PEFT model, or the model itself.
-
-    Raises:
-        UnsupportedAttentionError: there is none.
-    """
+    """Returns the Transformers model inside a PEFT model, or the model itself. Raises UnsupportedAttentionError if
+    there is none."""
     get_base_model = getattr(model, "get_base_model", None)
     inner = model if get_base_model is None else get_base_model()
     if not isinstance(inner, PreTrainedModel):

@@ -150,11 +150,8 @@ class TowerBorders:
         return attrgetter(self.towers.cast)(backbone) if self.towers.cast else None
 
     def _note(self, planned: ImagePlan, transport: Transport, number: int) -> None:
-        """Notes and logs where images of a batch are computed.
-
-        Raises:
-            PackingError: they stay, and only some ranks hold images, which others wait for.
-        """
+        """Notes and logs where images of a batch are computed. Raises PackingError if they stay, and only some ranks
+        hold images, which others wait for."""
         self._say_once(STAY, planned.stay)
         if planned.stay:
             if planned.every_rank:

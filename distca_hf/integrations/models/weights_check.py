@@ -99,11 +99,7 @@ class WeightsCheck:
 
     def compare(self, model: nn.Module, step: int) -> None:
         """Compares checksums among ranks that run the same layers. A collective call: all ranks make it after the same
-        step.
-
-        Raises:
-            PlanMismatchError: weights differ; names the first one that does, and ranks by checksum.
-        """
+        step. Raises PlanMismatchError if weights differ; names the first one that does, and ranks by checksum."""
         held: dict[str, torch.Tensor] = {**dict(held_parameters(model)), **dict(held_buffers(model))}
         places = [place_of(parameter) for parameter in held.values()]
         facts, numbers = {"parameters and buffers": len(held)}, {"places": _combine(places)}
@@ -262,11 +258,8 @@ def divide_again(model: nn.Module) -> bool:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Checks when a training begins that an optimizer holds the weights to which FSDP2 gives gradients.
-
-    Raises:
-        ConfigError: it holds other weights; says how many, and what to do.
-    """
+    """Checks when a training begins that an optimizer holds the weights to which FSDP2 gives gradients. Raises
+    ConfigError if it holds other weights; says how many, and what to do."""
     if not divide_again(model):
         return
     held = [weight for group in optimizer.param_groups for weight in group["params"]]

@@ -115,11 +115,8 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
 
 
 def detach(trainer: Trainer) -> None:
-    """Restores a Trainer and its model as they were before `attach`.
-
-    Raises:
-        ConfigError: nothing is attached to the Trainer; it is training; or a method was replaced after `attach`.
-    """
+    """Restores a Trainer and its model as they were before `attach`. Raises ConfigError if nothing is attached to the
+    Trainer, it is training, or a method was replaced after `attach`."""
     attachment = Attachment.of(trainer)
     if attachment is None:
         raise ConfigError(

@@ -193,11 +193,8 @@ class Resuming(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Checks that the data resumes if the steps do.
-
-        Raises:
-            ConfigError: Trainer resumes, but in a way that did not restore the position in the data.
-        """
+        """Checks that the data resumes if the steps do. Raises ConfigError if Trainer resumes, but in a way that did
+        not restore the position in the data."""
         if state.global_step > 0 and self._resumed is None and not args.ignore_data_skip:
             changed = f"Transformers {transformers.__version__} has changed {', '.join(self._missing)} of Trainer"
             why = changed if self._missing else "Trainer was not given the checkpoint"

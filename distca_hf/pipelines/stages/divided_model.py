@@ -56,10 +56,7 @@ class LayerStack:
     @classmethod
     def of(cls, whole: PreTrainedModel) -> Self:
         """Finds the stack of a model. `whole` is on the meta device, with all layers, and is restored afterwards.
-
-        Raises:
-            ConfigError: it cannot be divided into stages; says why.
-        """
+        Raises ConfigError if it cannot be divided into stages; says why."""
         name, config = type(whole).__name__, whole.config
         mixers = list(mixers_of(whole))
         if mixers:
