@@ -43,11 +43,7 @@ class BalancedTraining(BasePlugin):
         return f"{__name__}.{DistCAArguments.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Attaches a Trainer, if the configuration has the section.
-
-        Raises:
-            ConfigError, UnsupportedAttentionError: as for `DistCAPlugin.attach`.
-        """
+        """Attaches a Trainer, if the configuration has the section. Raises the errors of `DistCAPlugin.attach`."""
         if cfg.distca is not None:
             config = config_of(check_mapping(DistCAConfig, cfg.distca, SECTION))
             distca_hf.DistCAPlugin(**vars(config)).attach(trainer)

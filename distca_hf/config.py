@@ -334,12 +334,8 @@ for _name, _field in fields_of(DistCAConfig).items():
 
 
 def config_of(settings: Mapping[str, object]) -> DistCAConfig:
-    """Returns settings with these values, by the names of `fields_of`; others have their defaults.
-
-    Raises:
-        UnknownSettingError: a key is not a setting.
-        ConfigError: a value is not one that the field allows.
-    """
+    """Returns settings with these values, by the names of `fields_of`; others have their defaults. Raises
+    UnknownSettingError if a key is not a setting; ConfigError if a value is not one that the field allows."""
     groups: dict[str, dict[str, Any]] = {"timeouts": {}, "debug": {}}
     values: dict[str, Any] = {}
     for name, value in settings.items():

@@ -60,10 +60,7 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
 @dataclass(frozen=True, slots=True)
 class Mask:
     """The keys that a query attends: its own and earlier ones of its document, all of them or those in a window.
-
-    Raises:
-        ConfigError: the window is below 1, or chunks have no length.
-    """
+    Raises ConfigError if the window is below 1, or chunks have no length."""
 
     # Most keys that a query attends, including its own; None for the whole causal prefix.
     window_tokens: int | None = None

@@ -48,11 +48,8 @@ TILE_TOKENS = 128
 
 
 def check_document_tokens(values: ArrayLike, name: str = "document lengths") -> IntArray:
-    """Converts lengths to int64 and checks that each is at least 1 and below 2 ** 31.
-
-    Raises:
-        PackingError: names the first document out of range.
-    """
+    """Converts lengths to int64 and checks that each is at least 1 and below 2 ** 31. Raises PackingError, which names
+    the first document out of range."""
     lengths = as_int_array(values, name)
     bad = np.flatnonzero((lengths < 1) | (lengths > MAX_DOCUMENT_TOKENS))
     if len(bad):
@@ -66,11 +63,7 @@ def check_document_tokens(values: ArrayLike, name: str = "document lengths") -> 
 @dataclass(frozen=True)
 class Topology:
     """Ranks in the order of their nodes; the last node may have fewer ranks. Ranks without tokens come last, on any
-    nodes.
-
-    Raises:
-        ConfigError: a number is below 1, or a node below 0.
-    """
+    nodes. Raises ConfigError if a number is below 1, or a node below 0."""
 
     num_ranks: int
     ranks_per_node: int  # ranks with tokens that share a node
@@ -297,11 +290,8 @@ class Layout:
         return list(zip(*(column[held].tolist() for column in columns), strict=True))
 
     def validate(self) -> None:
-        """Checks that every document is covered exactly once and every rank has room for its segments.
-
-        Raises:
-            PackingError: names the first document or rank that is wrong.
-        """
+        """Checks that every document is covered exactly once and every rank has room for its segments. Raises
+        PackingError, which names the first document or rank that is wrong."""
         # 1. Every rank has a slice of the segments, and every segment a document with positions that fit a sort key.
         borders, num_segments = self.rank_segments, len(self.segment_document)
         if (

@@ -53,11 +53,8 @@ class Annex:
         return None
 
     def check_grid(self, grid: Grid) -> None:
-        """Refuses a grid of the ranks that train if ranks without tokens cannot compute for it.
-
-        Raises:
-            ConfigError: names the reason.
-        """
+        """Refuses a grid of the ranks that train if ranks without tokens cannot compute for it. Raises ConfigError,
+        which names the reason."""
 
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport for training batches, see `ParallelContext.training_transport`."""

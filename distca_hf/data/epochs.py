@@ -100,12 +100,8 @@ class ResumedEpoch:
 
 
 class EpochPacker:
-    """Packs documents into the same number of global micro-batches in every epoch.
-
-    Raises:
-        PackingError: the dataset is empty, a document is longer than a micro-batch, or there are too few for whole
-            steps.
-    """
+    """Packs documents into the same number of global micro-batches in every epoch. Raises PackingError if the dataset
+    is empty, a document is longer than a micro-batch, or there are too few for whole steps."""
 
     def __init__(
         self,

@@ -72,11 +72,8 @@ class ReaderPosition:
 
 
 class StreamReader:
-    """Reads one part of a stream. The constructor reads a row, in the calling thread.
-
-    Raises:
-        PackingError: the first row cannot be trained on, or draws at random.
-    """
+    """Reads one part of a stream. The constructor reads a row, in the calling thread. Raises PackingError if the first
+    row cannot be trained on, or draws at random."""
 
     def __init__(
         self,

@@ -134,11 +134,8 @@ def shown_columns(dataset: "Dataset") -> list[str]:
 
 
 class StoredRows:
-    """Rows as they are stored.
-
-    Raises:
-        PackingError: a column cannot be read, or columns of one row differ in length; names row and lengths.
-    """
+    """Rows as they are stored. Raises PackingError if a column cannot be read, or columns of one row differ in length;
+    names row and lengths."""
 
     def __init__(self, dataset: "Dataset", reading: Reading) -> None:
         self.shown = frozenset(shown_columns(dataset))

@@ -68,12 +68,9 @@ def all_places(padding: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def find_documents(device: torch.device, given: Given) -> Documents:
-    """Returns the documents that a batch holds, on a device.
-
-    Raises:
-        PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
-        UnsupportedAttentionError: nothing says whether rows hold several documents.
-    """
+    """Returns the documents that a batch holds, on a device. Raises PackingError if a document does not begin at
+    position 0, or a mask, positions or offsets do not fit; UnsupportedAttentionError if nothing says whether rows hold
+    several documents."""
     batch_size, queries, keys, positions = given.batch_size, given.queries, given.keys, given.positions
     # 1. Complete sources: offsets, and the function that Transformers made from packed positions.
     if given.cu_seq_lens_q is not None:

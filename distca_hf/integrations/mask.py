@@ -318,12 +318,8 @@ def checked_mask(implementation: str, original: Callable[..., Any], /, *args: An
 
 def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> None:
     """Checks that a model that asks for a mask knows the documents of its tokens. Skips passes of enabled models:
-    their hooks have checked them.
-
-    Raises:
-        PlanError: the tokens belong to a placed batch.
-        PackingError: they belong to a pack, and nothing tells its documents apart.
-    """
+    their hooks have checked them. Raises PlanError if the tokens belong to a placed batch; PackingError if they belong
+    to a pack, and nothing tells its documents apart."""
     if not any_known() or asking.f_globals.get("__name__") != ASKING:
         return
     frames: list[FrameType] = []

@@ -59,11 +59,8 @@ def prepare_copy(
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
 ) -> CopyRows:
-    """Returns a function that does `copy_rows` with these rows and places, on tensors like these.
-
-    Raises:
-        ValueError: as `copy_rows`.
-    """
+    """Returns a function that does `copy_rows` with these rows and places, on tensors like these. Raises the errors of
+    `copy_rows`."""
     if rows is None and places is None:
         raise ValueError("neither rows nor places were given: copy whole tensors with copy_")
     count = _num_rows(sources, rows)
@@ -180,11 +177,8 @@ def prepare_merge(
     other_lse_NR: torch.Tensor,
     start: int,
 ) -> MergeRows:
-    """Returns a function that does `merge_rows` from row `start` on, on tensors like these.
-
-    Raises:
-        ValueError: as `merge_rows`.
-    """
+    """Returns a function that does `merge_rows` from row `start` on, on tensors like these. Raises the errors of
+    `merge_rows`."""
     stop = start + other_out_RNV.shape[0]
     if stop > out_TNV.shape[0]:
         raise ValueError(f"cannot add attention of rows {start} to {stop} to that of {out_TNV.shape[0]} rows")

@@ -184,11 +184,8 @@ class Action(NamedTuple):
 
 class Schedule:
     """All operations and transfers of an optimizer step, each after everything that it waits for. With more than one
-    chunk, transfers in a queue wait for each other.
-
-    Raises:
-        ConfigError: the schedule cannot run, see `Parts.check`.
-    """
+    chunk, transfers in a queue wait for each other. Raises ConfigError if the schedule cannot run, see
+    `Parts.check`."""
 
     def __init__(self, pipeline: Parts, micro_batches: int, queues: Queues = Queues.PAIRS) -> None:
         pipeline.check(micro_batches)

@@ -178,12 +178,8 @@ class LayerLookup:
         spec: AttentionSpec,
         where: str = "no layer yet",
     ) -> Kernel:
-        """Checks that these tensors fit the plan, and returns the kernel for them.
-
-        Raises:
-            PlanError: they do not fit.
-            UnsupportedAttentionError: no kernel exists for them.
-        """
+        """Checks that these tensors fit the plan, and returns the kernel for them. Raises PlanError if they do not
+        fit; UnsupportedAttentionError if no kernel exists for them."""
         q, k, v = q_TNH, k_TGH, v_TGV
         for x in (q, k, v):
             self.kinds.check_fit(x, f"{self._rank_name}, {where}")

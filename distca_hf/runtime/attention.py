@@ -334,11 +334,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
-    """Checks that `[T, ...]` tensors are finite; waits for the device.
-
-    Raises:
-        NotFiniteError: names the tensor and the document of the first wrong row.
-    """
+    """Checks that `[T, ...]` tensors are finite; waits for the device. Raises NotFiniteError, which names the tensor
+    and the document of the first wrong row."""
     for name, rows in tensors.items():
         wrong = ~torch.isfinite(rows).flatten(1).all(dim=1)
         if wrong.any():

@@ -48,11 +48,7 @@ SUMS_OF_THE_LOOP = ("current_flos",)
 
 
 class ServersAnnex(Annex):
-    """Attention servers of this job.
-
-    Raises:
-        ConfigError: a setting does not work with servers.
-    """
+    """Attention servers of this job. Raises ConfigError if a setting does not work with servers."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context

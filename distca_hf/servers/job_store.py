@@ -136,12 +136,9 @@ class JobStore:
 
 
 def open_store(timeout_seconds: float) -> JobStore:
-    """Opens another connection to the launcher's store: a waiting call then delays no other user.
-
-    Raises:
-        ConfigError: no launcher keeps a store, or the processes of the job share no secret.
-        StoreLostError: it cannot be reached.
-    """
+    """Opens another connection to the launcher's store: a waiting call then delays no other user. Raises ConfigError
+    if no launcher keeps a store, or the processes of the job share no secret; StoreLostError if it cannot be
+    reached."""
     host, port, attempt = launched_store()
     secret = job_secret()
     try:

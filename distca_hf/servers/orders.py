@@ -215,12 +215,8 @@ class Inbox:
         self._queue = _queue(server, restarts)
 
     def next(self) -> Order | None:
-        """Returns the next order; None if none came for a while.
-
-        Raises:
-            PlanMismatchError: an order is of another version, or one before it is missing.
-            StoreLostError: the store is gone, and with it the job.
-        """
+        """Returns the next order; None if none came for a while. Raises PlanMismatchError if an order is of another
+        version, or one before it is missing; StoreLostError if the store is gone, and with it the job."""
         pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + LOOK_SECONDS
         where = f"attention server {self._server}"
         try:

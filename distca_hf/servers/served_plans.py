@@ -43,11 +43,8 @@ HEADER_LENGTH = NUM_NUMBERS + NUM_ARRAYS
 
 @dataclass(frozen=True)
 class Servers(ExtraRanks):
-    """The attention servers of a plan, ranks N, N + 1, ... after N trainers.
-
-    Raises:
-        ConfigError: there is no server, a speed is not above 0, or not every server has a node.
-    """
+    """The attention servers of a plan, ranks N, N + 1, ... after N trainers. Raises ConfigError if there is no server,
+    a speed is not above 0, or not every server has a node."""
 
     speeds: tuple[float, ...]  # attention speed of each server, relative to a trainer (1.0)
     trainers_attend: bool = True

@@ -60,10 +60,7 @@ LEAVE_SECONDS = 25.0
 
 def main(arguments: Sequence[str]) -> int:
     """Serves as the child of a supervisor, and returns the exit status. `arguments` are the numbers of `serve_job`.
-
-    Raises:
-        DistCAError: see `serve_job`.
-    """
+    Raises the errors of `serve_job`."""
     number, num_trainers, num_servers, restarts, pipe = map(int, arguments)
     os.set_inheritable(pipe, False)  # the supervisor must see it close
     show_errors_once()  # and so leave them for the launcher

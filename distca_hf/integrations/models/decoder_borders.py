@@ -164,10 +164,7 @@ class DecoderBorders:
     @hidden_from_dynamo
     def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
         """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
-
-        Raises:
-            PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_columns_of`.
-        """
+        Raises the errors of `_columns_of`."""
         moves, given = plan.planned.moves, {**batch}
         if moves is None or not moves.on_host.changes_rows:
             return None

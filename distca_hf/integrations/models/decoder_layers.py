@@ -50,11 +50,8 @@ MOST_KINDS = 4
 
 
 def heads_of_layers(model: nn.Module) -> dict[str, Heads]:
-    """Returns this rank's heads of every attention layer of the text part, by the layer's name.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: as `whole_heads_of_layers`.
-    """
+    """Returns this rank's heads of every attention layer of the text part, by the layer's name. Raises the errors of
+    `whole_heads_of_layers`."""
     ranks = heads_divided_by(model)
     return {name: _of_rank(heads, ranks) for name, heads in whole_heads_of_layers(model).items()}
 
@@ -79,10 +76,7 @@ def whole_heads_of_layers(model: nn.Module) -> dict[str, Heads]:
 
 def heads_of(model: nn.Module) -> Heads:
     """Returns this rank's heads of a layer; if layers differ, of the one with the most numbers in keys and values.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: as `heads_of_layers`.
-    """
+    Raises the errors of `heads_of_layers`."""
     layers = heads_of_layers(model)
     if not layers:
         return _of_rank(_heads_of_config(model), heads_divided_by(model))
@@ -116,11 +110,8 @@ def num_layers_of(model: nn.Module) -> int | None:
 
 
 def token_bytes_of(model: nn.Module) -> TokenBytes:
-    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs only their ratios.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: as `heads_of`.
-    """
+    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs only their ratios. Raises the errors of
+    `heads_of`."""
     return heads_of(model).token_bytes()
 
 

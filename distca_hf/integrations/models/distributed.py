@@ -52,12 +52,9 @@ class ModelMesh(NamedTuple):
 
 
 def model_mesh(model: nn.Module) -> ModelMesh | None:
-    """Returns the mesh that Transformers divided a model over; None if it did not.
-
-    Raises:
-        ConfigError: it did, but over unknown ranks, or over a dimension with an unknown name.
-        UnsupportedAttentionError: it is not a Transformers model.
-    """
+    """Returns the mesh that Transformers divided a model over; None if it did not. Raises ConfigError if it did, but
+    over unknown ranks, or over a dimension with an unknown name; UnsupportedAttentionError if it is not a Transformers
+    model."""
     inner = transformers_model(model)
     manager = getattr(inner, "_mesh_manager", None)
     mesh: DeviceMesh | None = getattr(manager, "_dense_mesh", getattr(inner, "_device_mesh", None))

@@ -117,11 +117,8 @@ def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int
 
 
 def refused_distribution(model: nn.Module) -> Iterator[str]:
-    """Yields all reasons against the way a model, or its data, is divided between ranks.
-
-    Raises:
-        ConfigError, UnsupportedAttentionError: as `distributed.model_mesh`.
-    """
+    """Yields all reasons against the way a model, or its data, is divided between ranks. Raises the errors of
+    `distributed.model_mesh`."""
     mesh = model_mesh(model)
     tensor = 1 if mesh is None else mesh.size(mesh.tensor)
     if mesh is not None and mesh.size(mesh.stages) > 1:

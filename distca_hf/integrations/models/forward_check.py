@@ -206,12 +206,9 @@ class ForwardCheck:
             )
 
     def check_placed(self, batch: Batch, plan: LivePlan) -> None:
-        """Checks that a placed batch still has everything that a model cannot derive from its tokens.
-
-        Raises:
-            PlanError: the model would count positions, or shift labels, itself.
-            UnsupportedAttentionError: it always shifts labels itself.
-        """
+        """Checks that a placed batch still has everything that a model cannot derive from its tokens. Raises PlanError
+        if the model would count positions, or shift labels, itself; UnsupportedAttentionError if it always shifts
+        labels itself."""
         if plan.label_tokens is None:  # a batch of the user's
             return
         if not self._takes_placed and (reasons := list(refused_loss(transformers_model(self._root)))):
@@ -233,12 +230,9 @@ class ForwardCheck:
             )
 
     def check_calls(self, plan: LivePlan) -> None:
-        """Checks at the end of a pass that it had as many attention calls as every earlier pass.
-
-        Raises:
-            UnsupportedAttentionError: some layers computed something else in the first pass.
-            PlanError: some layers did so, or were left out, in a later pass.
-        """
+        """Checks at the end of a pass that it had as many attention calls as every earlier pass. Raises
+        UnsupportedAttentionError if some layers computed something else in the first pass; PlanError if some layers
+        did so, or were left out, in a later pass."""
         calls = plan.forward_pass.calls
         expected = sum(map(len, self.call_masks.values()))
         if self.num_calls is None and calls < expected:

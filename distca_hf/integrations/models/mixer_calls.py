@@ -41,12 +41,9 @@ def keeps_keywords(forward: Callable[..., Any], mixer: str) -> bool:
 
 
 class CalledFunctions:
-    """The functions that mixers of one class call: their forward function, and what it finds in its module.
-
-    Raises:
-        UnsupportedAttentionError: someone has wrapped the forward function. Functions are replaced inside it, so the
-            wrapper would not run.
-    """
+    """The functions that mixers of one class call: their forward function, and what it finds in its module. Raises
+    UnsupportedAttentionError if someone has wrapped the forward function. Functions are replaced inside it, so the
+    wrapper would not run."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self._class = type(mixer)

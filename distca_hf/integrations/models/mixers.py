@@ -217,12 +217,9 @@ class MixerWatch:
         return True
 
     def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
-        """Returns further keywords for a local pass of this rank.
-
-        Raises:
-            UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
-            PackingError: nothing says where documents begin, sources disagree, or the batch asks for a cache.
-        """
+        """Returns further keywords for a local pass of this rank. Raises UnsupportedAttentionError if ZeRO-3 divides
+        the weights of mixers; PackingError if nothing says where documents begin, sources disagree, or the batch asks
+        for a cache."""
         self._rows = None
         if not self.mixers:
             return {}

@@ -281,11 +281,8 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Da
 
 class EvaluationCheck:
     """Checks evaluation datasets of a Trainer that evaluates with its own batches: collates a short and a long row.
-    Checks each dataset once; those that the Trainer already has, immediately.
-
-    Raises:
-        ConfigError: one of them cannot be evaluated; says why.
-    """
+    Checks each dataset once; those that the Trainer already has, immediately. Raises ConfigError if one of them cannot
+    be evaluated; says why."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

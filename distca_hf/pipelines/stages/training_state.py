@@ -37,11 +37,7 @@ Entries = dict[str, Any]
 
 
 class TrainingState:
-    """The state of a training on this rank.
-
-    Raises:
-        ConfigError: the optimizer has weights of no part.
-    """
+    """The state of a training on this rank. Raises ConfigError if the optimizer has weights of no part."""
 
     def __init__(
         self,
