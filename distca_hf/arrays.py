@@ -83,14 +83,12 @@ def first_outside(numbers: IntArray, count: int) -> int | None:
 
 
 def first_gap(starts: IntArray, stops: IntArray, opens: BoolArray) -> tuple[int, int] | None:
-    """Finds the first range that is empty, or does not begin where the one before it ends.
+    """Finds the first range that is empty, or does not begin where the one before it ends. Returns the index of the
+    range, and the start that it has to have.
 
     Args:
         starts, stops: `[n]` ranges in order.
         opens: `[n]` ranges that have to begin at 0 instead, see `run_starts`.
-
-    Returns:
-        Index of the range, and the start that it has to have.
     """
     expected = np.concatenate([[0], stops[:-1]])[: len(stops)]
     expected[opens] = 0

@@ -98,11 +98,8 @@ class Mask:
         return np.maximum(0, start + 1 - self.window_tokens)
 
     def cuts(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """Finds queries inside ranges [start, stop) that attend no earlier key: those that begin a chunk.
-
-        Returns:
-            `[cuts]` index of the range, and position of the query; sorted by both.
-        """
+        """Finds queries inside ranges [start, stop) that attend no earlier key: those that begin a chunk. Returns
+        `[cuts]` index of the range, and position of the query; sorted by both."""
         if self.window_tokens is None or not self.chunked:
             none = np.zeros(0, dtype=np.int64)
             return none, none

@@ -140,12 +140,8 @@ def launched_store() -> tuple[str, int, int]:
 def job_secret() -> str:
     """Returns the secret with which trainers and attention servers of this job sign their messages. It comes from the
     environment or, on a single node, from a file that only this user can read, in the launcher's folder for this
-    attempt. The first process writes the file.
-
-    Raises:
-        ConfigError: there are several nodes and the environment has no secret; or there is no folder that can be
-            written to.
-    """
+    attempt. The first process writes the file. Raises ConfigError if there are several nodes and the environment has
+    no secret; or there is no folder that can be written to."""
     if given := os.environ.get(JOB_SECRET):
         return given
     error_file = launched_error_file()

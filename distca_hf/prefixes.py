@@ -106,16 +106,13 @@ class SharedPrefixes:
 
     @classmethod
     def find(cls, document_tokens: IntArray, hashes: Sequence[IntArray], least_tokens: int) -> Self | None:
-        """Finds prefixes that documents share.
+        """Finds prefixes that documents share. Returns None if no prefix is shared.
 
         Args:
             document_tokens: `[documents]` lengths.
             hashes: of each document (`num_hashes`), or none. Documents share a prefix if its hashes are equal and not
                 0.
             least_tokens: shortest prefix. A longer one that fewer documents share has at least as many more tokens.
-
-        Returns:
-            None if no prefix is shared.
         """
         counts = np.array([len(of_document) for of_document in hashes], dtype=np.int64)
         if np.count_nonzero(counts) < 2:
@@ -164,11 +161,8 @@ class SharedPrefixes:
     def held(
         self, document: IntArray, start: IntArray, stop: IntArray
     ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Divides ranges of tokens into parts that one document holds.
-
-        Returns:
-            Index of the range, document, start and stop of each part that is not empty.
-        """
+        """Divides ranges of tokens into parts that one document holds. Returns the index of the range, document, start
+        and stop of each part that is not empty."""
         counts = np.diff(self.document_spans)[document]
         index, span = np.repeat(np.arange(len(document)), counts), ranges(self.document_spans[document], counts)
         start, stop = np.maximum(start[index], self.start[span]), np.minimum(stop[index], self.stop[span])

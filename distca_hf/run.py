@@ -173,7 +173,8 @@ def _take(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]
 def launch_line(
     recipe: str, script: str | None, accelerate: str | None, arguments: Sequence[str], launcher: Sequence[str]
 ) -> list[str]:
-    """Returns the command that trains from a recipe.
+    """Returns the command that trains from a recipe. Raises ConfigError if the recipe, the script or the configuration
+    is missing or wrong.
 
     Args:
         recipe: file, or name of a shipped recipe.
@@ -181,9 +182,6 @@ def launch_line(
         accelerate: configuration of Accelerate, file or name of a shipped one; None: the recipe's own.
         arguments: arguments of the script, after the recipe's.
         launcher: further arguments of `accelerate launch`.
-
-    Raises:
-        ConfigError: the recipe, the script or the configuration is missing or wrong.
     """
     if recipe.startswith("-"):
         raise ConfigError(f"expected a recipe before {recipe}: distca train RECIPE {recipe} ...")

@@ -22,14 +22,12 @@ NAME_CHARACTERS = 100
 @contextmanager
 def replaced(path: Path, *, named: bool = False) -> Iterator[Path]:
     """Yields the path of an empty file in the same folder, which replaces `path` when the context ends without an
-    error. Keeps the mode of a replaced file; a new one gets the umask's.
+    error. Keeps the mode of a replaced file; a new one gets the umask's. Raises OSError if the file cannot be created,
+    written or moved; `path` is unchanged.
 
     Args:
         named: whether a user gave this path. Then a link stays and its target is replaced, and a device or a pipe is
             written to directly.
-
-    Raises:
-        OSError: the file cannot be created, written or moved; `path` is unchanged.
     """
     if named and path.exists() and not path.is_file() and not path.is_dir():
         yield path

@@ -270,11 +270,7 @@ def _check_no_split(on_gpus: bool) -> None:
 
 def _meet(store: Store, members: Members, patience: timedelta) -> int:
     """Waits for all ranks, whose data may be ready at different times, and logs which ones are missing after a while.
-    A rank without distca_hf never comes.
-
-    Returns:
-        The most process groups that any of the ranks is in.
-    """
+    A rank without distca_hf never comes. Returns the most process groups that any of the ranks is in."""
     ranks, rank = members.group, members.grid.rank
     store = PrefixStore(f"distca_hf/groups/{'job' if members.are_the_job else '-'.join(map(str, ranks))}", store)
     turn = store.add(f"turns/{rank}", 1)

@@ -84,15 +84,12 @@ def tokens_of(values: Values, tokens: int, is_first: bool, reading: Reading, inp
 
 
 def check_values(values: Values, where: str, begin: int, origin: int, vocabulary_tokens: int | None) -> None:
-    """Checks values of a row.
+    """Checks values of a row. Raises PackingError if they cannot be trained on.
 
     Args:
         begin: tokens of the row before these values.
         origin: tokens of the row before their document.
         vocabulary_tokens: tokens that the model has embeddings for, if known.
-
-    Raises:
-        PackingError: they cannot be trained on.
     """
     if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
         at = int(wrong[0])

@@ -135,15 +135,13 @@ def with_checksum(fields: Mapping[str, object], documents: int) -> dict[str, obj
 
 
 def check_checksum(state: Mapping[str, Any], own: Mapping[str, object], documents: int) -> None:
-    """Checks that a position was saved with these fields, and after these documents.
+    """Checks that a position was saved with these fields, and after these documents. Raises ConfigError if it was not;
+    names the fields.
 
     Args:
         state: after `SavedPosition.read`.
         own: a position of the loader that reads it: only its fields count.
         documents: `sum_of_documents` of the earlier documents, as the other fields say.
-
-    Raises:
-        ConfigError: it was not; names the fields.
     """
     fields = {name: state[name] for name in own if name != "checksum"}
     found = with_checksum(fields, documents)["checksum"]

@@ -184,14 +184,12 @@ class StoredRows:
 
 
 class ArrowColumn:
-    """A list column read straight from Arrow memory (usually a memory-mapped file).
+    """A list column read straight from Arrow memory (usually a memory-mapped file). Raises PackingError if the column
+    is not a list of integers per row.
 
     Args:
         row_of: stored row of each row; None if rows are in order.
         of_floats: whether the column may hold floating-point numbers.
-
-    Raises:
-        PackingError: the column is not a list of integers per row.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, row_of: IntArray | None, of_floats: bool = False) -> None:

@@ -175,14 +175,8 @@ def _attending_again(modules: Sequence[nn.Module]) -> list[int]:
 
 def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
     """Makes checkpointed modules that recompute everything keep attention outputs, too. With `on_host`, these and
-    inputs are kept in host memory.
-
-    Returns:
-        False if some of them cannot, because their checkpointing is reentrant.
-
-    Raises:
-        ConfigError: it waits on the host, and modules are compiled together with their checkpointing.
-    """
+    inputs are kept in host memory. Returns False if some of them cannot, because their checkpointing is reentrant.
+    Raises ConfigError if it waits on the host, and modules are compiled together with their checkpointing."""
     if on_host and any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ConfigError(
             "checkpointed_attention='offload' cannot be compiled: torch.compile traces only its own kind of "

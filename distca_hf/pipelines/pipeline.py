@@ -214,7 +214,8 @@ def shape_step(
     costs: PassCosts,
     fits: Fits | None = None,
 ) -> list[IntArray]:
-    """Divides the documents of an optimizer step among its micro-batches, and orders these.
+    """Divides the documents of an optimizer step among its micro-batches, and orders these. Returns `[micro_batches]`
+    ascending indices of documents; every document is in one of them.
 
     Args:
         document_work: `[documents]` int64 attended pairs, means over the layers of the model.
@@ -222,9 +223,6 @@ def shape_step(
         num_ranks: ranks of a stage, which share each micro-batch with equal work.
         tokens_per_rank: rows of a rank, including padding.
         fits: which documents of a micro-batch have room, if ranks hold whole ones; by default all.
-
-    Returns:
-        `[micro_batches]` ascending indices of documents; every document is in one of them.
     """
     assert len(as_packed) == schedule.micro_batches, "epochs for pipelines have whole steps"
     divisions = [as_packed]
@@ -251,14 +249,12 @@ def simulate(
     tokens_per_rank: int,
     costs: PassCosts,
 ) -> Seconds:
-    """Simulates optimizer steps whose micro-batches have equal work on all ranks of a stage.
+    """Simulates optimizer steps whose micro-batches have equal work on all ranks of a stage. Returns `[...]` float64
+    seconds.
 
     Args:
         work: `[..., micro_batches]` attended pairs of all ranks of a stage together.
         num_ranks, tokens_per_rank, costs: as for `shape_step`.
-
-    Returns:
-        `[...]` float64 seconds.
     """
     pairs = work / num_ranks
     forward = tokens_per_rank * costs.forward.token_seconds + pairs * costs.forward.pair_seconds

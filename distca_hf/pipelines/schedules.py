@@ -235,15 +235,13 @@ class Schedule:
 
     def step_seconds(self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0) -> Seconds:
         """Simulates an optimizer step: every stage runs its operations in order, each as soon as its input is there.
+        Returns `[...]` float64 seconds until all stages have ended.
 
         Args:
             forward_seconds, backward_seconds: `[..., micro_batches]` float64 seconds of a micro-batch in all layers of
                 the model, of which every part has as many, on one rank of a stage. Leading dimensions are steps that
                 are simulated side by side.
             hop_seconds: seconds for activations, or their gradients, from one stage to another.
-
-        Returns:
-            `[...]` float64 seconds until all stages have ended.
         """
         shares = np.full((self.pipeline.num_parts, 1), 1 / self.pipeline.num_parts)
         forward, backward = (seconds[..., np.newaxis, :] * shares for seconds in (forward_seconds, backward_seconds))
@@ -252,15 +250,13 @@ class Schedule:
     def step_seconds_of_parts(
         self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0
     ) -> Seconds:
-        """Simulates an optimizer step as `step_seconds` does, with separate times of each part.
+        """Simulates an optimizer step as `step_seconds` does, with separate times of each part. Returns `[...]`
+        float64 seconds until all stages have ended.
 
         Args:
             forward_seconds, backward_seconds: `[..., parts, micro_batches]` float64 seconds of a micro-batch in each
                 part, on one rank of its stage. Leading dimensions are steps that are simulated side by side.
             hop_seconds: as for `step_seconds`.
-
-        Returns:
-            `[...]` float64 seconds until all stages have ended.
         """
         passes = (backward_seconds, forward_seconds)
         idle = np.zeros(forward_seconds.shape[:-2])

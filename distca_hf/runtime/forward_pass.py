@@ -134,15 +134,13 @@ class ForwardPass:
     def begin_forward(
         self, mask: Mask = CAUSAL_MASK, scores: Hashable = None, tensors: CallTensors | None = None
     ) -> str:
-        """Counts a forward call and names its place.
+        """Counts a forward call and names its place. Raises PlanError if mask or tensors differ from the previous
+        pass.
 
         Args:
             mask: mask of the layer. Other ranks exchange rows for the mask they expect.
             scores: how the layer computes scores (scale, softcap, sinks); must be the same on all ranks.
             tensors: dtypes and heads of the layer. Other ranks exchange rows with the ones they expect.
-
-        Raises:
-            PlanError: mask or tensors differ from the previous pass.
         """
         self.calls += 1
         if self.num_calls is None or self.calls <= self.num_calls:
@@ -214,11 +212,8 @@ class ForwardPass:
     def begin_exchange_of_states(self, exchange: str, needs_gradients: bool, fingerprint: int) -> None:
         """Begins an exchange of a layer with a state, given as its layer, dtype and shape. The first one of a pass
         waits until all ranks have shown the pass's facts and the plan's fingerprint. All exchanges wait if some rank
-        knows no previous pass, or one that began differently, for example under another autocast.
-
-        Raises:
-            PlanError: it differs from the previous pass's, which other ranks expect.
-        """
+        knows no previous pass, or one that began differently, for example under another autocast. Raises PlanError if
+        it differs from the previous pass's, which other ranks expect."""
         if self._ended:  # recomputed
             self._enter_backward(goes_on=True)
         if self._ended or self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
@@ -288,15 +283,13 @@ class ForwardPass:
         return Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, numbers).wait()
 
     def end(self, exchanges: bool, backward_calls: int | None = None, attends_again: bool = False) -> None:
-        """Ends the forward pass: all further calls belong to backward. If none can follow, ranks agree here.
+        """Ends the forward pass: all further calls belong to backward. If none can follow, ranks agree here. Raises
+        PlanError if layers made fewer exchanges of states than in the previous pass.
 
         Args:
             exchanges: whether ranks exchange rows in this pass; otherwise they need not agree.
             backward_calls: number of backward calls; None for one per call that was noted to need gradients.
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
-
-        Raises:
-            PlanError: layers made fewer exchanges of states than in the previous pass.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
         number, known = len(self.made.states), self._known_states

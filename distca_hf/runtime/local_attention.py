@@ -191,14 +191,11 @@ def flash_attn_local(
     sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns attention output `[T, N, V]`, differentiable, and log-sum-exp `[N, T]`; both zero in rows that are not
-    tokens.
+    tokens. Raises UnsupportedAttentionError if no kernel supports this; names the option.
 
     Args:
         q_TNH, k_SGH, v_SGV: all rows of the batch.
         spec: how to attend; gradients are also deterministic if torch is set so.
         sinks_N: scores of the heads' sinks, differentiable.
-
-    Raises:
-        UnsupportedAttentionError: no kernel supports this; names the option.
     """
     return _local(q_TNH, k_SGH, v_SGV, *documents, [*spec], kernel, sinks_N)

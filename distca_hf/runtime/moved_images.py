@@ -43,14 +43,12 @@ class Features(NamedTuple):
 def show_features(
     transport: Transport, features: Features | None, moves: ImageMoves, rank_of: IntArray, where: str
 ) -> tuple[FeatureForm, IntArray]:
-    """Returns the form of features, and the number of rows of each unit of all ranks. A collective call.
+    """Returns the form of features, and the number of rows of each unit of all ranks. A collective call. Raises
+    UnsupportedAttentionError if a rank got another number of features than images, or features of another form.
 
     Args:
         features: what this rank has computed; None without images.
         rank_of: `[units]` rank that computes each.
-
-    Raises:
-        UnsupportedAttentionError: a rank got another number of features than images, or features of another form.
     """
     values = [0] * 6
     if features is not None:

@@ -155,16 +155,14 @@ def flash_attn(
     layer: torch.Tensor | None = None,
     sinks_N: torch.Tensor | None = None,
 ) -> OpOutputs:
-    """Returns the operator's outputs, the first one differentiable.
+    """Returns the operator's outputs, the first one differentiable. Raises UnsupportedAttentionError if no kernel
+    supports this; names the option.
 
     Args:
         handle: number of the live plan, by which the operator finds it.
         layer: number of the layer, on the host. It is a tensor because `torch.compile` makes a graph for each value of
             a number attribute, but one for all tensors.
         sinks_N: scores of the heads' sinks, differentiable.
-
-    Raises:
-        UnsupportedAttentionError: no kernel supports this; names the option.
     """
     needs_gradients = torch.is_grad_enabled() and (
         q_TNH.requires_grad

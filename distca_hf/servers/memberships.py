@@ -275,14 +275,11 @@ def meet(
     may_fail: Callable[[], bool],
     traffic: Traffic | None = None,
 ) -> MembershipTransport:
-    """Opens the group of all trainers and members.
+    """Opens the group of all trainers and members. Raises PeerLostError if some did not come; names them.
 
     Args:
         here: part of the store that belongs to the membership.
         rank: of this process in the exchanges.
-
-    Raises:
-        PeerLostError: some did not come; names them.
     """
     num_ranks = num_trainers + len(members)
     by_rank = {num_trainers + place: names[member.server] for place, member in enumerate(members)}
@@ -300,15 +297,12 @@ def meet(
 
 
 def open_row_group(store: Store, rank: int, num_ranks: int, device: torch.device, timeout_seconds: float) -> RowGroup:
-    """Opens a group for rows. A collective call of all its ranks.
+    """Opens a group for rows. A collective call of all its ranks. Raises RuntimeError if some ranks did not come.
 
     Args:
         store: in which they meet; not used by anything else.
         device: where the rows live; decides between gloo and NCCL, whose group outlives its members.
         timeout_seconds: deadline of an exchange over gloo.
-
-    Raises:
-        RuntimeError: some ranks did not come.
     """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # as `comm.groups` opens its own

@@ -121,14 +121,12 @@ class DecoderBorders:
         return bool(self._counts) and counts
 
     def begin(self, padded: PaddedRows | None, image_tokens: int = 0) -> None:
-        """Opens the borders for a pass on a given batch.
+        """Opens the borders for a pass on a given batch. Raises UnsupportedAttentionError if rows begin with padding,
+        which the model's positions would count.
 
         Args:
             padded: places of the tokens, if rows are padded.
             image_tokens: number of tokens that may be of images, also in padding.
-
-        Raises:
-            UnsupportedAttentionError: rows begin with padding, which the model's positions would count.
         """
         self._is_open, self._image_tokens = True, image_tokens
         if self.counts_padding(padded):

@@ -130,11 +130,8 @@ class PlacedLoss:
         return ""
 
     def begin(self, batch: Batch | None) -> tuple[Returning, str]:
-        """Begins a pass on a given batch. `batch` is None if it does not train, or its rows cannot move.
-
-        Returns:
-            What must return to this rank, and why if it is hidden states, otherwise empty.
-        """
+        """Begins a pass on a given batch. `batch` is None if it does not train, or its rows cannot move. Returns what
+        must return to this rank, and why if it is hidden states, otherwise empty."""
         # The previous pass may have raised.
         self._rows, self._shifted, self._returning = None, None, Returning.STATES
         if batch is None:

@@ -145,12 +145,9 @@ def planner_for(
     step_shape: StepShape | None = None,
 ) -> PlacedPlanner:
     """Returns a planner for batches of a model, which the ranks of a context share. `model` is None for any model with
-    full causal attention, whose heads are not divided.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
-            config nor its layers say how many heads there are, or how wide they are.
-    """
+    full causal attention, whose heads are not divided. Raises AttributeError, KeyError, RuntimeError or ValueError if
+    the size of a token is needed, and neither the model's config nor its layers say how many heads there are, or how
+    wide they are."""
     members = context.members
     planner = PlacedPlanner(context, len(members.token_ranks), extra_ranks=extra_ranks, step_shape=step_shape)
     if model is None:

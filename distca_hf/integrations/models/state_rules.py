@@ -260,11 +260,8 @@ class SelectiveScan(StateRule):
     def _run(
         self, rows: Tensors, states_NCS: torch.Tensor | None = None, reads_state: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the function in `self.dtype`, so that states are not rounded.
-
-        Returns:
-            outputs `[N, T, C]`, and states after the rows, `[N, C, S]`, empty unless they are read; of `self.dtype`.
-        """
+        """Runs the function in `self.dtype`, so that states are not rounded. Returns outputs `[N, T, C]`, and states
+        after the rows, `[N, C, S]`, empty unless they are read; of `self.dtype`."""
         with torch.autocast(rows[0].device.type, enabled=False):
             A, step_NTC = self._A.to(self.dtype), self._steps(rows)
             state_dim = A.shape[1]
@@ -311,14 +308,12 @@ class SelectiveScan(StateRule):
 def _in_batches(
     function: Callable[[Tensors, torch.Tensor], torch.Tensor], rows: Tensors, states: torch.Tensor, last: DeviceGroup
 ) -> torch.Tensor:
-    """Runs a function on last fragments and their states, a call for each if they are few.
+    """Runs a function on last fragments and their states, a call for each if they are few. Returns outputs `[1, T,
+    ...]`.
 
     Args:
         function: takes rows `[N, T, ...]` and states `[N, ...]`, returns outputs `[N, T, ...]`.
         states: `[fragments, ...]`.
-
-    Returns:
-        outputs `[1, T, ...]`.
     """
     if len(last.tokens) <= FEW_FRAGMENTS:
         pairs = zip(_each(rows, last), states.split(1), strict=True)

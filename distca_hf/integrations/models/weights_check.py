@@ -244,11 +244,7 @@ LOWEST_DIVIDES_AGAIN = "5.24"
 
 
 def divide_again(model: nn.Module) -> bool:
-    """Divides all weights of a model that FSDP2 has left whole.
-
-    Returns:
-        Whether FSDP2 divides any of its weights.
-    """
+    """Divides all weights of a model that FSDP2 has left whole. Returns whether FSDP2 divides any of its weights."""
     from torch.distributed.fsdp import FSDPModule  # slow to import, and not every training needs it
 
     divided = [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -50,13 +50,11 @@ COUNTING = {
 
 
 def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: str | Path | bool | None) -> None:
-    """Checks that a checkpoint was written completely, and that a training of the model can resume from it.
+    """Checks that a checkpoint was written completely, and that a training of the model can resume from it. Raises
+    ConfigError if it is missing; or is not complete (names the newest one that is); or the training cannot resume.
 
     Args:
         resume_from_checkpoint: as given to `Trainer.train`: a folder, True for the newest one, or nothing.
-
-    Raises:
-        ConfigError: it is missing; or is not complete (names the newest one that is); or the training cannot resume.
     """
     if not resume_from_checkpoint:
         return

@@ -117,14 +117,12 @@ class LayerStack:
         )
 
     def keep(self, model: nn.Module, layers: range, *, is_first: bool, is_last: bool) -> dict[str, nn.Module]:
-        """Replaces all modules that a stage does not run, in a model with all layers.
+        """Replaces all modules that a stage does not run, in a model with all layers. Returns the modules that were
+        replaced, by name.
 
         Args:
             layers: numbers of the layers that stay.
             is_first, is_last: whether the modules before the layers, and after them, stay.
-
-        Returns:
-            The modules that were replaced, by name.
         """
         gone = self.modules_of_others(layers, is_first=is_first, is_last=is_last)
         removed = {name: model.get_submodule(name) for name in gone}

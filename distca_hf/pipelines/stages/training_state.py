@@ -73,14 +73,12 @@ class TrainingState:
         return {**entries, **others, self.random_entry: _packed(random_states(self._device))}
 
     def load(self, saved: Mapping[str, object], read: Callable[[Entries], None]) -> None:
-        """Loads saved entries.
+        """Loads saved entries. Raises ConfigError if weights in one group of the optimizer were saved with different
+        settings.
 
         Args:
             saved: entries of the checkpoint, by name.
             read: called with entries of this rank; replaces them with the saved ones, tensors in place.
-
-        Raises:
-            ConfigError: weights in one group of the optimizer were saved with different settings.
         """
         here = self._entries_with_room()
         entries = _without_names(here)
