@@ -29,15 +29,7 @@ from typing import NamedTuple
 import distca_hf
 from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import launched_local_rank
-from distca_hf.recipe import (
-    EXAMPLES,
-    RECIPES,
-    Recipe,
-    check_module,
-    prepare_process,
-    run_module,
-    run_script,
-)
+from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, check_module, prepare_process, run_module, run_script
 from distca_hf.servers.supervisor import supervise
 from distca_hf.telemetry import get_logger, leave_for_launcher
 

@@ -98,10 +98,7 @@ class Members:
 
 
 def grid_of_mesh(
-    mesh: DeviceMesh,
-    data: str | Sequence[str],
-    tensor: str | Sequence[str] = (),
-    stages: str | Sequence[str] = (),
+    mesh: DeviceMesh, data: str | Sequence[str], tensor: str | Sequence[str] = (), stages: str | Sequence[str] = ()
 ) -> Grid:
     """Returns the grid of a device mesh of all ranks of the job, by the names of its dimensions: see `Grid.of_mesh`.
     Raises ConfigError if it is not a mesh of all ranks with named dimensions, or they are named wrongly."""

@@ -41,10 +41,7 @@ FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 REPLACED = "_distca_replaced"
 Checkpoint = functools.partial[object]
 # Operators whose outputs are saved: with a plan, and without.
-SAVED_OPERATORS = (
-    torch.ops.distca.flash_attn.default,
-    torch.ops.distca.flash_attn_local.default,
-)
+SAVED_OPERATORS = (torch.ops.distca.flash_attn.default, torch.ops.distca.flash_attn_local.default)
 
 
 def _policy(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:

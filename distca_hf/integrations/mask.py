@@ -175,10 +175,7 @@ class RowMask:
         return found
 
     def _all_given(
-        self,
-        position_ids: torch.Tensor | None,
-        cu_seq_lens_q: torch.Tensor | None,
-        cu_seq_lens_k: torch.Tensor | None,
+        self, position_ids: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None, cu_seq_lens_k: torch.Tensor | None
     ) -> Given:
         """Returns everything that the mask and a layer were given."""
         batch_size, _, queries, keys = self.shape

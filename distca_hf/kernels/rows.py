@@ -171,11 +171,7 @@ def merge_rows(
 
 
 def prepare_merge(
-    out_TNV: torch.Tensor,
-    lse_TN: torch.Tensor,
-    other_out_RNV: torch.Tensor,
-    other_lse_NR: torch.Tensor,
-    start: int,
+    out_TNV: torch.Tensor, lse_TN: torch.Tensor, other_out_RNV: torch.Tensor, other_lse_NR: torch.Tensor, start: int
 ) -> MergeRows:
     """Returns a function that does `merge_rows` from row `start` on, on tensors like these. Raises the errors of
     `merge_rows`."""

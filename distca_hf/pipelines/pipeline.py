@@ -243,11 +243,7 @@ def shape_step(
 
 
 def simulate(
-    schedule: Schedule,
-    work: NDArray[Any],
-    num_ranks: int,
-    tokens_per_rank: int,
-    costs: PassCosts,
+    schedule: Schedule, work: NDArray[Any], num_ranks: int, tokens_per_rank: int, costs: PassCosts
 ) -> Seconds:
     """Simulates optimizer steps whose micro-batches have equal work on all ranks of a stage. Returns `[...]` float64
     seconds.

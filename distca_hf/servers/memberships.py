@@ -34,13 +34,7 @@ from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError, first_line
 from distca_hf.servers.job_store import JobStore
-from distca_hf.torch_private import (
-    RowGroup,
-    abort_group,
-    all_to_all_of,
-    connect_group,
-    nccl_errors_end_no_process,
-)
+from distca_hf.torch_private import RowGroup, abort_group, all_to_all_of, connect_group, nccl_errors_end_no_process
 from distca_hf.version import __version__
 
 

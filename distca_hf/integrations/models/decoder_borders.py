@@ -34,15 +34,7 @@ from distca_hf.torch_private import hidden_from_dynamo, register_first_hook
 
 # Keywords that describe the documents of a given batch; the plan describes those of placed rows.
 REPLACED_BY_PLAN = frozenset(
-    {
-        "attention_mask",
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "max_length_k",
-        "max_length_q",
-        "seq_idx",
-    }
+    {"attention_mask", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx"}
 )
 # Features of images for the first layers, only of visual tokens; and the mask of visual tokens.
 DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"

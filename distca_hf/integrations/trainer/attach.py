@@ -24,12 +24,7 @@ from distca_hf.integrations.models.structure import IMPLEMENTATION, give_own_att
 from distca_hf.integrations.models.weights_check import divide_again
 from distca_hf.integrations.trainer.attachment import Attachment, held_models, restorer, watch_held_models
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
-from distca_hf.integrations.trainer.check import (
-    EvaluationCheck,
-    check_placed_evaluation,
-    reading_of,
-    wrong_settings,
-)
+from distca_hf.integrations.trainer.check import EvaluationCheck, check_placed_evaluation, reading_of, wrong_settings
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.steps import LossReader
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal

@@ -251,10 +251,7 @@ class ModelPart(nn.Module):
         vocabulary = self.model.config.get_text_config().vocab_size
         computed = self._autocast_dtype or self.hidden_dtype
         logits = torch.empty((1, self.rows, vocabulary), dtype=computed, device="meta", requires_grad=True)
-        return {
-            "input_args": tokens if self.is_first else hidden,
-            "output_args": logits if self.is_last else hidden,
-        }
+        return {"input_args": tokens if self.is_first else hidden, "output_args": logits if self.is_last else hidden}
 
 
 class DividedModel:
