@@ -150,7 +150,11 @@ class Agreement:
     @classmethod
     def announce_unable(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> None:
         """Tells the other ranks, which go on to this micro-batch, that this one cannot. Only logs if that fails: the
-        caller has an error to raise already. `instead_of` is the step that they are about to take."""
+        caller has an error to raise already.
+
+        Args:
+            instead_of: the step that the others are about to take.
+        """
         try:
             cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}, SCOPE_OF[instead_of]).gather.wait()
         except DistCAError as error:
