@@ -83,14 +83,12 @@ def first_outside(numbers: IntArray, count: int) -> int | None:
 
 
 def first_gap(starts: IntArray, stops: IntArray, opens: BoolArray) -> tuple[int, int] | None:
-    """Finds the first range that is empty, or does not begin where the one before it ends.
+    """Finds the first range that is empty, or does not begin where the one before it ends. Returns the index of the
+    range, and the start that it has to have.
 
     Args:
         starts, stops: `[n]` ranges in order.
         opens: `[n]` ranges that have to begin at 0 instead, see `run_starts`.
-
-    Returns:
-        Index of the range, and the start that it has to have.
     """
     expected = np.concatenate([[0], stops[:-1]])[: len(stops)]
     expected[opens] = 0
@@ -129,12 +127,9 @@ def ceil_div(dividend: Integers, divisor: int) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class IndexRanges:
-    """Ranges of integers in order. Range i is `start, start + stride, ...`, `length` numbers.
+    """Ranges of integers in order. Range i is `start, start + stride, ...`, `length` numbers."""
 
-    Attributes:
-        starts, lengths, strides: `[ranges]` int64.
-    """
-
+    # `[ranges]` int64.
     starts: IntArray
     lengths: IntArray
     strides: IntArray
@@ -146,7 +141,6 @@ class IndexRanges:
 
     @classmethod
     def join(cls, parts: Sequence["IndexRanges"]) -> "IndexRanges":
-        """Concatenates several of them."""
         return cls(
             np.concatenate([part.starts for part in parts]),
             np.concatenate([part.lengths for part in parts]),

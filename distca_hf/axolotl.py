@@ -26,11 +26,8 @@ class DistCAArguments(BaseModel):
     @field_validator(SECTION, mode="before")
     @classmethod
     def check(cls, section: object) -> object:
-        """Checks names and values.
-
-        Raises:
-            ConfigError: a name is not a setting, or a value is wrong; axolotl shows the message.
-        """
+        """Checks names and values. Raises ConfigError if a name is not a setting, or a value is wrong; axolotl shows
+        the message."""
         if section is None or section is False:
             return None
         settings = {} if section is True else section
@@ -46,11 +43,7 @@ class BalancedTraining(BasePlugin):
         return f"{__name__}.{DistCAArguments.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Attaches a Trainer, if the configuration has the section.
-
-        Raises:
-            ConfigError, UnsupportedAttentionError: as for `DistCAPlugin.attach`.
-        """
+        """Attaches a Trainer, if the configuration has the section. Raises the errors of `DistCAPlugin.attach`."""
         if cfg.distca is not None:
             config = config_of(check_mapping(DistCAConfig, cfg.distca, SECTION))
             distca_hf.DistCAPlugin(**vars(config)).attach(trainer)

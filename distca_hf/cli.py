@@ -81,7 +81,6 @@ class LauncherBehindDashes(TyperCommand):
     """A command whose arguments after `--` are for a launcher. They become the context's object."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the arguments before `--`."""
         at = args.index("--") if "--" in args else len(args)
         ctx.obj = args[at + 1 :]
         return super().parse_args(ctx, args[:at])

@@ -39,13 +39,9 @@ Metrics = Literal["basic", "all"]
 
 
 class _Default:
-    """Makes the default of a setting, which a recipe or the environment may override.
+    """Makes the default of a setting, which a recipe or the environment may override."""
 
-    Attributes:
-        name: name of the setting; in a group `group.field`.
-    """
-
-    name: str
+    name: str  # name of the setting; in a group `group.field`
 
     def __init__(self, default: object) -> None:
         self._default = default
@@ -89,11 +85,7 @@ def variable_of(name: str) -> str:
 @described
 @dataclass(kw_only=True)
 class Debug(Settings):
-    """Settings for finding a fault: checks that wait for the device or for other ranks.
-
-    Raises:
-        ConfigError: a value is not one that the field allows.
-    """
+    """Settings for finding a fault: checks that wait for the device or for other ranks."""
 
     check_exchanges: bool = _setting(
         False,
@@ -308,9 +300,6 @@ class DistCAConfig(Settings):
     def check_places(self, maker: str) -> None:
         """Checks that the size of placed batches is known.
 
-        Args:
-            maker: what makes or takes them, for the message.
-
         Raises:
             ConfigError: it is not known.
         """
@@ -345,12 +334,8 @@ for _name, _field in fields_of(DistCAConfig).items():
 
 
 def config_of(settings: Mapping[str, object]) -> DistCAConfig:
-    """Returns settings with these values, by the names of `fields_of`; others have their defaults.
-
-    Raises:
-        UnknownSettingError: a key is not a setting.
-        ConfigError: a value is not one that the field allows.
-    """
+    """Returns settings with these values, by the names of `fields_of`; others have their defaults. Raises
+    UnknownSettingError if a key is not a setting; ConfigError if a value is not one that the field allows."""
     groups: dict[str, dict[str, Any]] = {"timeouts": {}, "debug": {}}
     values: dict[str, Any] = {}
     for name, value in settings.items():

@@ -60,17 +60,12 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
 @dataclass(frozen=True, slots=True)
 class Mask:
     """The keys that a query attends: its own and earlier ones of its document, all of them or those in a window.
+    Raises ConfigError if the window is below 1, or chunks have no length."""
 
-    Attributes:
-        window_tokens: most keys that a query attends, including its own; None for the whole causal prefix.
-        chunked: whether documents are divided into chunks of `window_tokens`, and a query attends only within its
-            chunk (Llama 4). Otherwise the window slides.
-
-    Raises:
-        ConfigError: the window is below 1, or chunks have no length.
-    """
-
+    # Most keys that a query attends, including its own; None for the whole causal prefix.
     window_tokens: int | None = None
+    # Whether documents are divided into chunks of `window_tokens`, and a query attends only within its chunk (Llama
+    # 4). Otherwise the window slides.
     chunked: bool = False
 
     def __post_init__(self) -> None:
@@ -103,11 +98,8 @@ class Mask:
         return np.maximum(0, start + 1 - self.window_tokens)
 
     def cuts(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """Finds queries inside ranges [start, stop) that attend no earlier key: those that begin a chunk.
-
-        Returns:
-            `[cuts]` index of the range, and position of the query; sorted by both.
-        """
+        """Finds queries inside ranges [start, stop) that attend no earlier key: those that begin a chunk. Returns
+        `[cuts]` index of the range, and position of the query; sorted by both."""
         if self.window_tokens is None or not self.chunked:
             none = np.zeros(0, dtype=np.int64)
             return none, none
@@ -220,14 +212,11 @@ class Cost:
 
     One full layer to five with a window of 1024 tokens is `Cost(((Mask(), 1), (Mask(1024), 5)))`.
 
-    Attributes:
-        layers: each mask with the number of layers that have it, or their weight.
-
     Raises:
         ConfigError: layers are missing, or fewer than 1 of a mask.
     """
 
-    layers: LayerMasks = CAUSAL_LAYERS
+    layers: LayerMasks = CAUSAL_LAYERS  # each mask with the number of layers that have it, or their weight
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -259,7 +248,6 @@ def imbalance(work: Sequence[float] | IntArray, speeds: Sequence[float] = ()) ->
     """Returns maximum over mean work of the ranks: 1.0 is perfect, and the value of an empty batch.
 
     Args:
-        work: `[ranks]` work.
         speeds: `[ranks]` relative speeds, 0 for a rank that computes nothing. The longest time is then divided by the
             time in which all ranks together do the work. Empty if all ranks are equally fast.
     """
@@ -274,29 +262,18 @@ def imbalance(work: Sequence[float] | IntArray, speeds: Sequence[float] = ()) ->
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one layer's attention.
-
-    Attributes:
-        query: query heads.
-        key_value: heads of keys and values; several query heads may share one.
-        dim: numbers of one head of a query or key.
-        value_dim: numbers of one head of a value or output.
-        groups: groups into which plans divide the heads.
-    """
+    """Heads of one layer's attention."""
 
     query: int
-    key_value: int
-    dim: int
-    value_dim: int
-    groups: int
+    key_value: int  # heads of keys and values; several query heads may share one
+    dim: int  # numbers of one head of a query or key
+    value_dim: int  # numbers of one head of a value or output
+    groups: int  # groups into which plans divide the heads
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
-        """Reads the numbers by their names in Transformers' configurations.
-
-        Raises:
-            KeyError: the configuration has no `num_attention_heads`, or neither `head_dim` nor `hidden_size`.
-        """
+        """Reads the numbers by their names in Transformers' configurations. Raises KeyError if the configuration has
+        no `num_attention_heads`, or neither `head_dim` nor `hidden_size`."""
         query = config["num_attention_heads"]
         if config.get("kv_lora_rank") is not None:  # multi-head latent attention: keys carry two parts
             dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
@@ -326,10 +303,8 @@ class Heads:
 def head_groups(config: Mapping[str, Any], ranks: int = 1) -> int:
     """Returns the number of groups into which plans divide heads; 1 if the configuration has no number of heads.
 
-    A group is one KV head, or several of them, with the query heads that share them.
-
-    Args:
-        ranks: tensor ranks that divide the heads of a layer; each has its own groups.
+    A group is one KV head, or several of them, with the query heads that share them. Each of `ranks` tensor ranks that
+    divide the heads of a layer has its own groups.
     """
     key_value = 0
     for name, value in config.items():  # some models have other numbers in some layers

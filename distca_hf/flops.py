@@ -16,13 +16,9 @@ from distca_hf.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations per second of one GPU.
+    """Operations per second of one GPU."""
 
-    Attributes:
-        matrix: rate of all layers except core attention: operations of their matrix products over all of their time.
-        attention_forward, attention_backward: rates of the attention kernel.
-    """
-
+    # Rate of all layers except core attention: operations of their matrix products over all of their time.
     matrix: float
     attention_forward: float
     attention_backward: float
@@ -41,14 +37,10 @@ class StepCost:
 
     Leaves out exchanges (computation hides them on a fast network), the optimizer, and time of the host in steps of
     few tokens.
-
-    Attributes:
-        token_seconds: time of a token that the rank holds, without attention.
-        pair_seconds: time of a (query, key) pair that the rank attends, in all heads and layers.
     """
 
-    token_seconds: float
-    pair_seconds: float
+    token_seconds: float  # time of a token that the rank holds, without attention
+    pair_seconds: float  # time of a (query, key) pair that the rank attends, in all heads and layers
 
     def attention_share(self, tokens: float, pairs: float) -> float:
         """Returns attention's share of the time of a rank, between 0 and 1, from its tokens and pairs."""
@@ -95,19 +87,13 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Operations of a model's forward and backward pass, in all layers.
+    """Operations of a model's forward and backward pass, in all layers."""
 
-    Attributes:
-        token_forward, token_backward: operations of all matrices for one token; in a mixture, only of the experts that
-            a token is sent to.
-        head_forward: the last matrix's part of `token_forward`, which checkpointing does not recompute.
-        pair_forward: operations of core attention for one attended pair.
-    """
-
+    # Operations of all matrices for one token; in a mixture, only of the experts that a token is sent to.
     token_forward: float
     token_backward: float
-    pair_forward: float
-    head_forward: float = 0.0
+    pair_forward: float  # operations of core attention for one attended pair
+    head_forward: float = 0.0  # the last matrix's part of `token_forward`, which checkpointing does not recompute
 
     @classmethod
     def of(cls, weights: int, trained_weights: int, pair_forward: float, head_weights: int = 0) -> "StepFlops":
@@ -138,12 +124,8 @@ class StepFlops:
         return (1 + self.token_backward / max(1.0, self.token_forward)) * matrices + 3 * self.pair_forward * pairs
 
     def cost(self, *, recomputes_layers: bool, recomputes_attention: bool, rates: Rates = H200) -> StepCost:
-        """Returns the seconds of a token and of a pair under activation checkpointing.
-
-        Args:
-            recomputes_layers, recomputes_attention: whether layers and attention run forward again in backward.
-            rates: operations per second of the GPU.
-        """
+        """Returns the seconds of a token and of a pair under activation checkpointing. Layers and attention may run
+        forward again in backward (`recomputes_layers`, `recomputes_attention`)."""
         token_flops = self.token_forward + self.token_backward + recomputes_layers * self.layers_forward
         pair_seconds = (
             1 + recomputes_attention
@@ -173,11 +155,7 @@ LLAMA_8B_COSTS = StepFlops.of(32 * 218_103_808, 32 * 218_103_808, 2 * (128 + 128
 
 def costs_to_place(flops: StepFlops | None) -> PassCosts:
     """Returns the costs by which placement weighs tokens against pairs: of checkpointed layers that keep attention.
-    They are the same on all ranks, whatever each of them checkpoints.
-
-    Args:
-        flops: of the model; None if unknown.
-    """
+    They are the same on all ranks, whatever each of them checkpoints."""
     if flops is None or not flops.pair_forward:
         return LLAMA_8B_COSTS
     return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
@@ -185,21 +163,13 @@ def costs_to_place(flops: StepFlops | None) -> PassCosts:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device that a model is checked for, or steps are simulated on.
-
-    Attributes:
-        name: as given.
-        device_type: "cuda" or "cpu".
-        compute_capability: generation (major version); None for a CPU.
-        gib: memory in GiB; None for a CPU.
-        peak_flops: dense bf16 operations per second by data sheet; None if it is not in the table.
-    """
+    """A device that a model is checked for, or steps are simulated on."""
 
     name: str
-    device_type: str
-    compute_capability: int | None
-    gib: float | None
-    peak_flops: float | None = None
+    device_type: str  # "cuda" or "cpu"
+    compute_capability: int | None  # generation (major version); None for a CPU
+    gib: float | None  # memory in GiB; None for a CPU
+    peak_flops: float | None = None  # dense bf16 operations per second by data sheet; None if it is not in the table
 
 
 # Memory that nvidia-smi shows; 143,771 MiB of an H200.
@@ -238,11 +208,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Returns the GPU of a name.
-
-    Raises:
-        ConfigError: it is unknown; names the nearest one.
-    """
+    """Returns the GPU of a name. Raises ConfigError if it is unknown; names the nearest one."""
     known = GPUS.get(name.lower())
     if known is None:
         raise ConfigError(f"--gpu {name} is not one of {', '.join(GPUS)}.{did_you_mean(name.lower(), GPUS)}")

@@ -103,7 +103,6 @@ def _check_gpus(file: str, processes: int, gpu_ids: str) -> None:
 
 
 def _check_script(recipe: Recipe, script: Path, arguments: Sequence[str], of_launcher: frozenset[str]) -> None:
-    """Checks the arguments of a script that takes part."""
     try:
         tree = ast.parse(script.read_bytes(), str(script))
     except (OSError, SyntaxError, ValueError) as error:

@@ -33,22 +33,13 @@ NO_STORE = (
 
 @dataclass(frozen=True)
 class Role:
-    """The role of one process.
+    """The role of one process."""
 
-    Attributes:
-        is_server: whether it is an attention server; otherwise it trains.
-        number: its rank among trainers, or its number among servers; both are counted by node, then by local rank.
-        num_trainers: trainers of the job.
-        num_servers: servers of the job.
-        trainers_per_node: trainers of every node that has any.
-        servers_of_nodes: servers of each node.
-    """
-
-    is_server: bool
-    number: int
+    is_server: bool  # whether it is an attention server; otherwise it trains
+    number: int  # its rank among trainers, or its number among servers; both are counted by node, then by local rank
     num_trainers: int
     num_servers: int
-    trainers_per_node: int
+    trainers_per_node: int  # trainers of every node that has any
     servers_of_nodes: tuple[int, ...]
 
     def environment(self) -> dict[str, str]:
@@ -71,16 +62,7 @@ class Role:
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """Numbers that a launcher gave to a process.
-
-    Attributes:
-        rank: its rank among all processes.
-        local_rank: its number on its node.
-        world_size: processes of the job.
-        local_world_size: processes of its node.
-        node: number of its node.
-        num_nodes: nodes of the job.
-    """
+    """Numbers that a launcher gave to a process."""
 
     rank: int
     local_rank: int
@@ -90,15 +72,9 @@ class LaunchedProcess:
     num_nodes: int
 
     def role(self, attention_servers: str) -> Role:
-        """Returns the role of this process, if there are these servers.
-
-        Args:
-            attention_servers: servers of every node, or one number per node; at least one server.
-
-        Raises:
-            ConfigError: nodes have unequal numbers of processes or trainers, or no process trains. Shows the
-                arithmetic.
-        """
+        """Returns the role of this process, if there are these servers. `attention_servers` is the number of every
+        node, or one for each; at least one server. Raises ConfigError if nodes have unequal numbers of processes or
+        trainers, or no process trains. Shows the arithmetic."""
         here, nodes = self.local_world_size, self.num_nodes
         if self.world_size != here * nodes or self.rank != here * self.node + self.local_rank:
             raise ConfigError(
@@ -129,11 +105,8 @@ def launched_rank() -> int:
 
 
 def attaches_every_trainer() -> bool:
-    """Returns whether the environment asks for every Trainer of this process to be attached.
-
-    Raises:
-        ConfigError: the variable is neither 1 nor 0.
-    """
+    """Returns whether the environment asks for every Trainer of this process to be attached. Raises ConfigError if the
+    variable is neither 1 nor 0."""
     text = os.environ.get(ATTACH, "")
     if text not in ("", "0", "1"):
         raise ConfigError(f"environment variable {ATTACH}={text!r} is neither 1 nor 0")
@@ -157,11 +130,7 @@ def launched_world_size() -> int:
 
 def launched_store() -> tuple[str, int, int]:
     """Returns host and port of the store that the launcher keeps next to its processes, and the number of earlier
-    starts.
-
-    Raises:
-        ConfigError: the launcher keeps no store.
-    """
+    starts. Raises ConfigError if the launcher keeps no store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "MASTER_ADDR" not in os.environ:
         raise ConfigError(NO_STORE)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -171,12 +140,8 @@ def launched_store() -> tuple[str, int, int]:
 def job_secret() -> str:
     """Returns the secret with which trainers and attention servers of this job sign their messages. It comes from the
     environment or, on a single node, from a file that only this user can read, in the launcher's folder for this
-    attempt. The first process writes the file.
-
-    Raises:
-        ConfigError: there are several nodes and the environment has no secret; or there is no folder that can be
-            written to.
-    """
+    attempt. The first process writes the file. Raises ConfigError if there are several nodes and the environment has
+    no secret; or there is no folder that can be written to."""
     if given := os.environ.get(JOB_SECRET):
         return given
     error_file = launched_error_file()
@@ -219,11 +184,8 @@ def launched_servers() -> tuple[int, ...]:
 
 
 def launched_process() -> LaunchedProcess:
-    """Returns the numbers that the launcher gave to this process, from which its role follows.
-
-    Raises:
-        ConfigError: it was not started by a launcher with a store, or roles were already taken.
-    """
+    """Returns the numbers that the launcher gave to this process, from which its role follows. Raises ConfigError if
+    it was not started by a launcher with a store, or roles were already taken."""
     if not is_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ConfigError(NO_STORE)
     if LAUNCHED_SERVERS in os.environ:
@@ -248,11 +210,8 @@ def is_launched() -> bool:
 
 
 def read_servers(attention_servers: str) -> tuple[int, ...]:
-    """Returns the numbers in the setting `attention_servers`: one for all nodes, or one for each.
-
-    Raises:
-        ConfigError: the setting is something else.
-    """
+    """Returns the numbers in the setting `attention_servers`: one for all nodes, or one for each. Raises ConfigError
+    if the setting is something else."""
     parts = [part.strip() for part in attention_servers.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(
@@ -263,11 +222,7 @@ def read_servers(attention_servers: str) -> tuple[int, ...]:
 
 
 def servers_of_nodes(attention_servers: str, num_nodes: int) -> tuple[int, ...]:
-    """Returns the number of servers of each node.
-
-    Raises:
-        ConfigError: the setting is for another number of nodes.
-    """
+    """Returns the number of servers of each node. Raises ConfigError if the setting is for another number of nodes."""
     counts = read_servers(attention_servers)
     if len(counts) not in (1, num_nodes):
         raise ConfigError(
@@ -302,16 +257,8 @@ def _check_trainers(attention_servers: str, servers: tuple[int, ...], processes:
 
 
 def check_launched_servers(attention_servers: str, trainers_attend: bool, launched: tuple[int, ...]) -> None:
-    """Checks that a plugin asks for the servers that were launched.
-
-    Args:
-        attention_servers: the plugin's setting.
-        trainers_attend: the plugin's setting.
-        launched: servers of each node that were launched; () for none.
-
-    Raises:
-        ConfigError: it asks for other servers, or only servers may attend and there are none.
-    """
+    """Checks that a plugin asks for the servers that were launched. `launched` has the servers of each node; () for
+    none. Raises ConfigError if it asks for other servers, or only servers may attend and there are none."""
     wanted = read_servers(attention_servers)
     if not any(launched):
         if any(wanted):

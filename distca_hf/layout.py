@@ -48,11 +48,8 @@ TILE_TOKENS = 128
 
 
 def check_document_tokens(values: ArrayLike, name: str = "document lengths") -> IntArray:
-    """Converts lengths to int64 and checks that each is at least 1 and below 2 ** 31.
-
-    Raises:
-        PackingError: names the first document out of range.
-    """
+    """Converts lengths to int64 and checks that each is at least 1 and below 2 ** 31. Raises PackingError, which names
+    the first document out of range."""
     lengths = as_int_array(values, name)
     bad = np.flatnonzero((lengths < 1) | (lengths > MAX_DOCUMENT_TOKENS))
     if len(bad):
@@ -66,19 +63,11 @@ def check_document_tokens(values: ArrayLike, name: str = "document lengths") -> 
 @dataclass(frozen=True)
 class Topology:
     """Ranks in the order of their nodes; the last node may have fewer ranks. Ranks without tokens come last, on any
-    nodes.
-
-    Attributes:
-        num_ranks: all ranks.
-        ranks_per_node: ranks with tokens that share a node.
-        extra_nodes: node of each rank without tokens; nodes that have only these are numbered after all others.
-
-    Raises:
-        ConfigError: a number is below 1, or a node below 0.
-    """
+    nodes. Raises ConfigError if a number is below 1, or a node below 0."""
 
     num_ranks: int
-    ranks_per_node: int
+    ranks_per_node: int  # ranks with tokens that share a node
+    # Node of each rank without tokens; nodes that have only these are numbered after all others.
     extra_nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -100,7 +89,6 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
         return max(ceil_div(self._num_trainers, self.ranks_per_node), 1 + max(self.extra_nodes, default=0))
 
     @cached_property
@@ -137,25 +125,17 @@ class Stripe:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Segments of all ranks. All arrays are int64 and never change.
+    """Segments of all ranks. All arrays are int64 and never change."""
 
-    Attributes:
-        document_tokens: `[documents]` tokens of each document of the global micro-batch.
-        segment_document, segment_start, segment_stop: `[segments]` ranges of tokens, grouped by rank, in row order.
-        rank_segments: `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`.
-        rank_rows: `[ranks]` rows of each rank, including padding.
-        stripes: parts of documents whose heads are divided.
-        shared: prefixes of documents that others hold; None if there are none.
-    """
-
-    document_tokens: IntArray
+    document_tokens: IntArray  # `[documents]` tokens of each document of the global micro-batch
+    # `[segments]` ranges of tokens, grouped by rank, in row order.
     segment_document: IntArray
     segment_start: IntArray
     segment_stop: IntArray
-    rank_segments: IntArray
-    rank_rows: IntArray
-    stripes: tuple[Stripe, ...] = ()
-    shared: SharedPrefixes | None = None
+    rank_segments: IntArray  # `[ranks + 1]` rank r has segments `rank_segments[r]` to `rank_segments[r + 1]`
+    rank_rows: IntArray  # `[ranks]` rows of each rank, including padding
+    stripes: tuple[Stripe, ...] = ()  # parts of documents whose heads are divided
+    shared: SharedPrefixes | None = None  # prefixes of documents that others hold; None if there are none
 
     @classmethod
     def from_segments(
@@ -166,10 +146,7 @@ class Layout:
         stripes: Sequence[Stripe] = (),
     ) -> "Layout":
         """Makes a layout from each rank's list of (document, start, stop); without `rank_rows` nothing is padded.
-
-        Raises:
-            PackingError: the segments do not cover every document exactly once, or a stripe is held elsewhere.
-        """
+        Raises PackingError if the segments do not cover every document exactly once, or a stripe is held elsewhere."""
         numbers = [number for rank in segments for segment in rank for number in segment]
         flat = as_int_array(numbers, "segments").reshape(-1, 3)
         counts = np.array([len(rank) for rank in segments], dtype=np.int64)
@@ -313,11 +290,8 @@ class Layout:
         return list(zip(*(column[held].tolist() for column in columns), strict=True))
 
     def validate(self) -> None:
-        """Checks that every document is covered exactly once and every rank has room for its segments.
-
-        Raises:
-            PackingError: names the first document or rank that is wrong.
-        """
+        """Checks that every document is covered exactly once and every rank has room for its segments. Raises
+        PackingError, which names the first document or rank that is wrong."""
         # 1. Every rank has a slice of the segments, and every segment a document with positions that fit a sort key.
         borders, num_segments = self.rank_segments, len(self.segment_document)
         if (

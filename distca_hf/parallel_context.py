@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
 
 class Annex:
-    """What ranks without tokens add to a training: nothing here, for jobs without any.
-
-    Args:
-        context: of the ranks that train.
-    """
+    """What ranks without tokens add to a training: nothing here, for jobs without any."""
 
     def __init__(self, context: "ParallelContext") -> None:
         self._context = context
@@ -57,11 +53,8 @@ class Annex:
         return None
 
     def check_grid(self, grid: Grid) -> None:
-        """Refuses a grid of the ranks that train if ranks without tokens cannot compute for it.
-
-        Raises:
-            ConfigError: names the reason.
-        """
+        """Refuses a grid of the ranks that train if ranks without tokens cannot compute for it. Raises ConfigError,
+        which names the reason."""
 
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport for training batches, see `ParallelContext.training_transport`."""
@@ -72,11 +65,8 @@ class Annex:
         return ()
 
     def attach(self, trainer: "Trainer", attachment: Any) -> None:
-        """Adds to a Trainer what ranks without tokens need, until it is detached.
-
-        Args:
-            attachment: undoes it, an `integrations.trainer.attachment.Attachment`.
-        """
+        """Adds to a Trainer what ranks without tokens need, until it is detached. An
+        `integrations.trainer.attachment.Attachment` undoes it."""
 
     def attempts(
         self, model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]
@@ -95,9 +85,6 @@ class ParallelContext(DistCAConfig):
 
     Raises:
         ConfigError: a field does not allow its value; the group cannot be used; or this process is not in the group.
-
-    Attributes:
-        trace_file: file for the traces of reported steps.
     """
 
     group: dist.ProcessGroup | DeviceMesh | None = field(

@@ -238,11 +238,7 @@ class DistCAPlugin(ParallelContext):
         detach(trainer)
 
     def on_init_end(self, *args: object, **kwargs: object) -> None:
-        """Refuses to be a Trainer's callback, which is asked for this first.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuses to be a Trainer's callback, which is asked for this first."""
         raise ConfigError(
             "a DistCAPlugin is not a callback: call plugin.attach(trainer), or give "
             "callbacks=[distca_hf.DistCACallback(plugin)]"

@@ -57,11 +57,8 @@ def num_hashes(document_tokens: IntArray, least_tokens: int) -> IntArray:
 
 
 def hashes_of(tokens: IntArray, document_tokens: IntArray, least_tokens: int) -> IntArray:
-    """Returns the hashes of all documents, one document after the other. No hash is 0.
-
-    Args:
-        tokens: `[tokens of all documents]` a number for each token, made of everything that layers compute from.
-    """
+    """Returns the hashes of all documents, one document after the other. No hash is 0. `tokens` has a number for each
+    token of all documents, made of everything that layers compute from."""
     # Sums of tokens x random factors, modulo 2 ** 64. Different tokens have equal sums with a chance of 2 ** -64, or
     # 2 ** (n - 64) if all differences are multiples of 2 ** n.
     counts, first = num_hashes(document_tokens, least_tokens), offsets(document_tokens)
@@ -89,20 +86,15 @@ Span = tuple[int, int, int]  # document that holds the rows, start, stop
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Which documents hold the rows of others. All arrays are int64.
+    """Which documents hold the rows of others. All arrays are int64."""
 
-    Attributes:
-        holder, start, stop: `[spans]` tokens [start, stop) of a document are rows of `holder`. Spans cover a document
-            in order, and it holds the last one itself.
-        document_spans: `[documents + 1]` document d has spans `document_spans[d]` to `document_spans[d + 1]`.
-        order: `[documents]` all documents; documents with a common prefix follow each other.
-    """
-
+    # `[spans]` tokens [start, stop) of a document are rows of `holder`. Spans cover a document in order, and it holds
+    # the last one itself.
     holder: IntArray
     start: IntArray
     stop: IntArray
-    document_spans: IntArray
-    order: IntArray
+    document_spans: IntArray  # `[documents + 1]` document d has spans `document_spans[d]` to `document_spans[d + 1]`
+    order: IntArray  # `[documents]` all documents; documents with a common prefix follow each other
 
     @classmethod
     def of_spans(cls, spans: Sequence[Sequence[Span]], order: Sequence[int] | IntArray) -> Self:
@@ -114,16 +106,13 @@ class SharedPrefixes:
 
     @classmethod
     def find(cls, document_tokens: IntArray, hashes: Sequence[IntArray], least_tokens: int) -> Self | None:
-        """Finds prefixes that documents share.
+        """Finds prefixes that documents share. Returns None if no prefix is shared.
 
         Args:
             document_tokens: `[documents]` lengths.
             hashes: of each document (`num_hashes`), or none. Documents share a prefix if its hashes are equal and not
                 0.
             least_tokens: shortest prefix. A longer one that fewer documents share has at least as many more tokens.
-
-        Returns:
-            None if no prefix is shared.
         """
         counts = np.array([len(of_document) for of_document in hashes], dtype=np.int64)
         if np.count_nonzero(counts) < 2:
@@ -172,11 +161,8 @@ class SharedPrefixes:
     def held(
         self, document: IntArray, start: IntArray, stop: IntArray
     ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Divides ranges of tokens into parts that one document holds.
-
-        Returns:
-            Index of the range, document, start and stop of each part that is not empty.
-        """
+        """Divides ranges of tokens into parts that one document holds. Returns the index of the range, document, start
+        and stop of each part that is not empty."""
         counts = np.diff(self.document_spans)[document]
         index, span = np.repeat(np.arange(len(document)), counts), ranges(self.document_spans[document], counts)
         start, stop = np.maximum(start[index], self.start[span]), np.minimum(stop[index], self.stop[span])
@@ -190,7 +176,6 @@ def _spans(order: list[int], shared: list[int], lengths: list[int], least_tokens
     Args:
         order: documents, sorted by their hashes.
         shared: tokens that each of them, in this order, shares with the one before.
-        lengths: tokens of each document.
         least_tokens: see `SharedPrefixes.find`.
     """
     spans: list[list[Span]] = [[] for _ in lengths]

@@ -38,24 +38,15 @@ PACKAGE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Shipped:
-    """One kind of shipped files.
-
-    Attributes:
-        kind: name of these files in messages.
-        place: folder of the files, in the package or next to it.
-        endings: file name endings; a file is found by its name without the ending.
-    """
+    """One kind of shipped files."""
 
     kind: str
     place: str
-    endings: tuple[str, ...]
+    endings: tuple[str, ...]  # file name endings; a file is found by its name without the ending
 
     def folder(self) -> Path:
-        """Returns the folder of the files: inside the installed package, or next to it in a checkout.
-
-        Raises:
-            ConfigError: the folder does not exist.
-        """
+        """Returns the folder of the files: inside the installed package, or next to it in a checkout. Raises
+        ConfigError if the folder does not exist."""
         for folder in (PACKAGE / self.place, PACKAGE.parent / self.place):
             if folder.is_dir():
                 return folder
@@ -71,11 +62,8 @@ class Shipped:
         }
 
     def find(self, name: str) -> Path:
-        """Returns the file at the path `name`, or the shipped file of that name, with or without its folder.
-
-        Raises:
-            ConfigError: there is no such file, or several shipped files have that name.
-        """
+        """Returns the file at the path `name`, or the shipped file of that name, with or without its folder. Raises
+        ConfigError if there is no such file, or several shipped files have that name."""
         if Path(name).exists() and not Path(name).is_dir():
             return Path(name)
         files = self.files()
@@ -159,11 +147,8 @@ class Recipe:
 
     @classmethod
     def read(cls, path: Path) -> "Recipe":
-        """Reads a recipe.
-
-        Raises:
-            ConfigError: a section or setting is unknown, or a value cannot be passed on; names file and key.
-        """
+        """Reads a recipe. Raises ConfigError if a section or setting is unknown, or a value cannot be passed on; names
+        file and key."""
         if path.suffix in FOREIGN_ENDINGS:
             raise ConfigError(
                 f"{path} is not a recipe, but {FOREIGN_ENDINGS[path.suffix]} (docs/quickstart.md, From a recipe)"
@@ -210,14 +195,8 @@ class Recipe:
             environment[OF_RECIPE] = json.dumps(self.plugin)
 
     def role(self, process: Callable[[], LaunchedProcess] = launched_process) -> Role | None:
-        """Returns the role of a process; None without attention servers, when all processes train.
-
-        Args:
-            process: returns rank numbers of the process; by default what the launcher set for this one.
-
-        Raises:
-            ConfigError: there are servers, and the processes cannot be divided accordingly.
-        """
+        """Returns the role of a process; None without attention servers, when all processes train. Raises ConfigError
+        if there are servers, and the processes cannot be divided accordingly."""
         name = "attention_servers"
         of_environment = {**self.environment, **os.environ}.get(variable_of(name), "0")
         servers = str(self.plugin.get(name, of_environment))
@@ -225,11 +204,7 @@ class Recipe:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads the mapping in a YAML file.
-
-    Raises:
-        ConfigError: the file cannot be read as a YAML mapping.
-    """
+    """Reads the mapping in a YAML file. Raises ConfigError if the file cannot be read as a YAML mapping."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -241,10 +216,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def prepare_process(recipe: Recipe, role: Role | None) -> None:
     """Sets the environment of this process from a recipe, and its numbers by role. Call before anything reads them.
-
-    Raises:
-        ConfigError: there are attention servers, and the processes of the job share no secret.
-    """
+    Raises ConfigError if there are attention servers, and the processes of the job share no secret."""
     recipe.prepare(os.environ)
     if role is not None:
         os.environ.update(role.environment() | {JOB_SECRET: job_secret()})
@@ -263,11 +235,7 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Runs a script as `python script arguments` would.
-
-    Raises:
-        ConfigError: there is no such script.
-    """
+    """Runs a script as `python script arguments` would. Raises ConfigError if there is no such script."""
     if not script.is_file():
         raise ConfigError(f"no script at {script}")
     sys.argv = [str(script), *arguments]
@@ -276,11 +244,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 
 
 def check_module(module: str) -> None:
-    """Checks that there is a module of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Checks that there is a module of a name. Raises ConfigError if there is none."""
     try:
         known = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:
@@ -313,5 +277,4 @@ def _arguments(section: Mapping[str, object]) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Returns a YAML value as an argument."""
     return json.dumps(value, default=str) if isinstance(value, Mapping) else str(value)

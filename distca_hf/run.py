@@ -29,15 +29,7 @@ from typing import NamedTuple
 import distca_hf
 from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import launched_local_rank
-from distca_hf.recipe import (
-    EXAMPLES,
-    RECIPES,
-    Recipe,
-    check_module,
-    prepare_process,
-    run_module,
-    run_script,
-)
+from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, check_module, prepare_process, run_module, run_script
 from distca_hf.servers.supervisor import supervise
 from distca_hf.telemetry import get_logger, leave_for_launcher
 
@@ -57,19 +49,12 @@ MODULE = ("-m", "distca_hf.run")
 
 
 class Command(NamedTuple):
-    """A parsed command line.
-
-    Attributes:
-        recipe: settings of the process.
-        program: the script's file, or the name of a module.
-        arguments: the line's arguments for the program, which follow the recipe's.
-        attaches: whether every Trainer of the program is attached.
-    """
+    """A parsed command line."""
 
     recipe: Recipe
-    program: Path | str
-    arguments: list[str]
-    attaches: bool
+    program: Path | str  # the script's file, or the name of a module
+    arguments: list[str]  # the line's arguments for the program, which follow the recipe's
+    attaches: bool  # whether every Trainer of the program is attached
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -127,11 +112,7 @@ def _tell_of_no_trainer() -> None:
 
 
 def read_command(arguments: Sequence[str]) -> Command:
-    """Parses a command line.
-
-    Raises:
-        ConfigError: the line or the recipe is wrong, or there is no such script.
-    """
+    """Parses a command line. Raises ConfigError if the line or the recipe is wrong, or there is no such script."""
     servers, others = _take(arguments, SERVERS_OPTION)
     attaches, others = ATTACH_OPTION in others, [word for word in others if word != ATTACH_OPTION]
     name, script, rest = parse_names(others)
@@ -146,16 +127,8 @@ def read_command(arguments: Sequence[str]) -> Command:
 
 
 def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
-    """Returns the script to run: the given one, or the recipe's own.
-
-    Args:
-        recipe: the recipe.
-        script: file, or name of a shipped example; None: the recipe's own.
-        name: name of the recipe, for errors.
-
-    Raises:
-        ConfigError: no script is named, or there is no such file.
-    """
+    """Returns the script to run: the given one, or the recipe's own. Raises ConfigError if no script is named, or
+    there is no such file."""
     wanted = script or recipe.launch.get("script")
     if wanted is None:
         raise ConfigError(f"expected a script: {name} names none in its section launch; write one after the recipe")
@@ -164,10 +137,7 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
 
 def parse_names(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
     """Returns the recipe and the script, or `-m` before a module, if they are given; and the arguments that follow.
-
-    Raises:
-        ConfigError: neither is given.
-    """
+    Raises ConfigError if neither is given."""
     recipe, rest = _take(arguments, OPTION)
     script = rest.pop(0) if rest and (rest[0] == MODULE_OPTION or not rest[0].startswith("-")) else None
     if recipe is None and script is None:
@@ -195,7 +165,8 @@ def _take(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]
 def launch_line(
     recipe: str, script: str | None, accelerate: str | None, arguments: Sequence[str], launcher: Sequence[str]
 ) -> list[str]:
-    """Returns the command that trains from a recipe.
+    """Returns the command that trains from a recipe. Raises ConfigError if the recipe, the script or the configuration
+    is missing or wrong.
 
     Args:
         recipe: file, or name of a shipped recipe.
@@ -203,9 +174,6 @@ def launch_line(
         accelerate: configuration of Accelerate, file or name of a shipped one; None: the recipe's own.
         arguments: arguments of the script, after the recipe's.
         launcher: further arguments of `accelerate launch`.
-
-    Raises:
-        ConfigError: the recipe, the script or the configuration is missing or wrong.
     """
     if recipe.startswith("-"):
         raise ConfigError(f"expected a recipe before {recipe}: distca train RECIPE {recipe} ...")

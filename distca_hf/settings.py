@@ -45,12 +45,9 @@ class Settings:
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets an attribute that is not a setting, or a setting for the first time.
-
-        Raises:
-            ConfigError: the setting already has a value, which models, loaders and Trainers have read.
-            UnknownSettingError: the name is probably a misspelt setting.
-        """
+        """Sets an attribute that is not a setting, or a setting for the first time. Raises ConfigError if the setting
+        already has a value, which models, loaders and Trainers have read; UnknownSettingError if the name is probably
+        a misspelt setting."""
         kind: type = type(self)
         names = names_of(kind)
         if name in vars(self) and name in names:
@@ -66,10 +63,7 @@ class Settings:
 
     def check_values(self, settings: type) -> None:
         """Checks this object's values of a class of settings, and converts whole numbers to floats or text if needed.
-
-        Raises:
-            ConfigError: a value has the wrong type, is not one of the choices, or is beyond its limits.
-        """
+        Raises ConfigError if a value has the wrong type, is not one of the choices, or is beyond its limits."""
         for name in names_of(settings):
             value = getattr(self, name)
             check_value(settings, name, value)
@@ -106,11 +100,8 @@ def values_of(settings: Settings, kind: type) -> dict[str, object]:
 
 
 def check_names(settings: type, unnamed: Sequence[object], given: Iterable[object], where: str) -> None:
-    """Refuses settings that are given without a name, or with an unknown one.
-
-    Raises:
-        UnknownSettingError: names the first of them.
-    """
+    """Refuses settings that are given without a name, or with an unknown one. Raises UnknownSettingError, which names
+    the first of them."""
     known = names_of(settings)
     if unnamed:
         raise UnknownSettingError(
@@ -134,10 +125,7 @@ def check_names(settings: type, unnamed: Sequence[object], given: Iterable[objec
 
 def check_value(settings: type, name: str, value: object) -> None:
     """Refuses a value that does not have its setting's type, is not one of its choices, or is beyond its limits.
-
-    Raises:
-        ConfigError: names setting, value and the types or choices.
-    """
+    Raises ConfigError, which names setting, value and the types or choices."""
     kind, choices = _allowed(settings, name)
     if choices:
         if value not in choices:
@@ -167,12 +155,8 @@ def check_value(settings: type, name: str, value: object) -> None:
 
 
 def check_mapping(settings: type, values: object, where: str) -> dict[str, object]:
-    """Returns the values of a recipe's mapping, by the names of `fields_of`.
-
-    Raises:
-        UnknownSettingError: a key is not a setting.
-        ConfigError: a value has the wrong type.
-    """
+    """Returns the values of a recipe's mapping, by the names of `fields_of`. Raises UnknownSettingError if a key is
+    not a setting; ConfigError if a value has the wrong type."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: the plugin settings must be a mapping, not {type(values).__name__}")
     check_names(settings, (), values, where)
@@ -192,14 +176,8 @@ def check_mapping(settings: type, values: object, where: str) -> dict[str, objec
 
 
 def read_text(settings: type, name: str, text: str, where: str) -> object:
-    """Returns the value of a setting that is written as text.
-
-    Args:
-        name: as in `fields_of`.
-
-    Raises:
-        ConfigError: it is not a value of this setting; names its origin.
-    """
+    """Returns the value of a setting that is written as text. `name` is as in `fields_of`. Raises ConfigError if it is
+    not a value of this setting; names its origin."""
     kind, _ = _allowed(settings, name)
     try:
         value = kind(text) if kind is not bool else [*NO, *YES].index(text.lower()) >= len(NO)
@@ -237,7 +215,6 @@ def described(settings: Kind) -> Kind:
 
 @cache
 def _types(settings: type) -> dict[str, Any]:
-    """Returns the types of all settings and groups, by name."""
     return typing.get_type_hints(settings)
 
 

@@ -45,11 +45,8 @@ def this_rank() -> int:
 
 
 def warn(message: str, stacklevel: int) -> None:
-    """Warns on rank 0 of the job. Python shows a repeated warning once.
-
-    Args:
-        stacklevel: as of `warnings.warn`, seen from the caller.
-    """
+    """Warns on rank 0 of the job. Python shows a repeated warning once. `stacklevel` is that of `warnings.warn`, seen
+    from the caller."""
     if this_rank() == 0:
         warnings.warn(message, stacklevel=stacklevel + 1)
 
@@ -58,7 +55,6 @@ class OncePerJob(logging.Filter):
     """A filter that passes a record on the ranks that write it, and adds the attribute `rank`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether this rank writes a record."""
         rank = this_rank()
         record.__dict__["rank"] = rank
         everywhere = not logging.DEBUG < record.levelno < logging.ERROR or hasattr(record, "of_this_rank")
@@ -69,7 +65,6 @@ class Console(logging.Handler):
     """A handler that writes to standard error, above progress bars, if the application has no handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record."""
         given = [*logging.getLogger(NAME).handlers, *logging.getLogger().handlers]
         if any(handler is not self for handler in given):
             return
@@ -107,10 +102,8 @@ class LoaderTimes:
 def leave_for_launcher(words: str, follows: bool = False) -> None:
     """Writes an error into the file that the launcher reads if this process fails.
 
-    Writes nothing if the launcher named no file, or if it already exists (`torch.distributed.elastic`'s `record`).
-
-    Args:
-        follows: whether another process failed first. The launcher shows the error with the earliest second as cause.
+    Writes nothing if the launcher named no file, or if it already exists (`torch.distributed.elastic`'s `record`). An
+    error that follows another process's gets a later second: the launcher shows the earliest as cause.
     """
     name = launched_error_file()
     if name is None:

@@ -167,11 +167,8 @@ def without_torch_functions() -> AbstractContextManager[Any]:
 
 
 def default_store() -> Store:
-    """Returns the store of the default process group; there is no public way.
-
-    Raises:
-        ValueError: there is no default group.
-    """
+    """Returns the store of the default process group; there is no public way. Raises ValueError if there is no default
+    group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -191,16 +188,11 @@ def running_objects() -> Iterator[object]:
 
 
 class Schedule(NamedTuple):
-    """A schedule of a pipeline.
-
-    Attributes:
-        scale_grads: whether it divides gradients by its number of micro-batches.
-        has_loss: whether it has a loss, and so a backward pass; True if torch does not say.
-    """
+    """A schedule of a pipeline."""
 
     name: str
-    scale_grads: bool
-    has_loss: bool
+    scale_grads: bool  # whether it divides gradients by its number of micro-batches
+    has_loss: bool  # whether it has a loss, and so a backward pass; True if torch does not say
 
 
 def schedule_that_runs() -> Schedule | None:
@@ -247,15 +239,10 @@ def collectives_started(group: Any) -> int:
 
 
 class ShardedWeight(NamedTuple):
-    """A weight that FSDP2 shards.
+    """A weight that FSDP2 shards."""
 
-    Attributes:
-        averaged: mesh over which its gradient is averaged.
-        mesh: mesh over which it is divided between passes, including other ways of dividing it.
-    """
-
-    averaged: DeviceMesh
-    mesh: DeviceMesh
+    averaged: DeviceMesh  # mesh over which its gradient is averaged
+    mesh: DeviceMesh  # mesh over which it is divided between passes, including other ways of dividing it
 
 
 def sharded_by_fsdp2(model: nn.Module) -> dict[nn.Parameter, ShardedWeight] | None:

@@ -41,21 +41,15 @@ class TraceFile:
     """The file of this rank. A run replaces what an earlier run in the same folder wrote about the same steps and
     later ones. A resumed run keeps the steps before.
 
-    If the file cannot be written, training goes on: a warning names it, and nothing more is written.
-
-    Args:
-        folder: of the traces of all ranks; empty: `distca_report` in the output folder of a Trainer, or in the working
-            directory.
-
-    Attributes:
-        step: optimizer step that a Trainer is in, from 1; None without one.
+    If the file cannot be written, training goes on: a warning names it, and nothing more is written. An empty `folder`
+    is `distca_report`, in the output folder of a Trainer or in the working directory.
     """
 
     def __init__(self, folder: str) -> None:
         self._given, self._output_folder = folder, ""
         self._path: Path | None = None
         self._failed = False
-        self.step: int | None = None
+        self.step: int | None = None  # optimizer step that a Trainer is in, from 1; None without one
 
     def follow_trainer(self, output_folder: str | None, step: int) -> None:
         """Notes that a Trainer with this output folder begins an optimizer step."""
@@ -70,15 +64,10 @@ class TraceFile:
 
     @property
     def folder(self) -> Path:
-        """Folder of the traces of all ranks."""
         return Path(self._given) if self._given else Path(self._output_folder, FOLDER)
 
     def write(self, number: int, trace: RankTrace) -> None:
-        """Appends a trace.
-
-        Args:
-            number: of this rank in the job, or of this attention server.
-        """
+        """Appends a trace. `number` is of this rank in the job, or of this attention server."""
         if self._failed:
             return
         line = f"{trace.line()}\n".encode()
@@ -145,14 +134,8 @@ def is_json(line: bytes) -> bool:
 
 
 def read_trace(line: str, where: str) -> RankTrace:
-    """Returns the trace of a line.
-
-    Args:
-        where: file and number of the line, for messages.
-
-    Raises:
-        ReportError: it is cut off, of another kind or version, or has other fields.
-    """
+    """Returns the trace of a line. `where` is the file and number of the line, for messages. Raises ReportError if it
+    is cut off, of another kind or version, or has other fields."""
     try:
         content = read_json(line)
     except ReportError as error:

@@ -22,14 +22,12 @@ NAME_CHARACTERS = 100
 @contextmanager
 def replaced(path: Path, *, named: bool = False) -> Iterator[Path]:
     """Yields the path of an empty file in the same folder, which replaces `path` when the context ends without an
-    error. Keeps the mode of a replaced file; a new one gets the umask's.
+    error. Keeps the mode of a replaced file; a new one gets the umask's. Raises OSError if the file cannot be created,
+    written or moved; `path` is unchanged.
 
     Args:
         named: whether a user gave this path. Then a link stays and its target is replaced, and a device or a pipe is
             written to directly.
-
-    Raises:
-        OSError: the file cannot be created, written or moved; `path` is unchanged.
     """
     if named and path.exists() and not path.is_file() and not path.is_dir():
         yield path
@@ -50,20 +48,13 @@ def replaced(path: Path, *, named: bool = False) -> Iterator[Path]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file to read.
-
-    Raises:
-        OSError: it cannot be opened, or is a device or a pipe.
-    """
+    """Opens a regular file to read. Raises OSError if it cannot be opened, or is a device or a pipe."""
     return cast(BinaryIO, _checked(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")))
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Opens a regular file to append to, without a buffer; creates it if necessary.
-
-    Raises:
-        OSError: it cannot be opened, or is a link, a device or a pipe.
-    """
+    """Opens a regular file to append to, without a buffer; creates it if necessary. Raises OSError if it cannot be
+    opened, or is a link, a device or a pipe."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return cast(FileIO, _checked(os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)))
 
@@ -76,11 +67,7 @@ def _checked(file: IO[bytes]) -> IO[bytes]:
 
 
 def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Returns the content of a file.
-
-    Raises:
-        OSError: it holds more than `most_bytes`.
-    """
+    """Returns the content of a file. Raises OSError if it holds more than `most_bytes`."""
     content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes")
@@ -88,11 +75,7 @@ def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
 
 
 def lines_of(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """Yields the lines of a file.
-
-    Raises:
-        OSError: one of them is longer than `most_bytes`.
-    """
+    """Yields the lines of a file. Raises OSError if one of them is longer than `most_bytes`."""
     while line := file.readline(most_bytes + 1):
         if len(line) > most_bytes:
             raise OSError(errno.EFBIG, f"it has a line of more than {most_bytes:,} bytes")

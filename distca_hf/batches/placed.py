@@ -15,7 +15,7 @@ import numpy as np
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
-from distca_hf.data.accumulation import RegroupedEpoch, SteppedEpoch
+from distca_hf.data.accumulation import Divide, MicroStep, SteppedEpoch, group_documents
 from distca_hf.data.epochs import Epoch, Fits
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepCost
@@ -61,16 +61,8 @@ class StepShape(ABC):
         """
 
     @abstractmethod
-    def shaped(
-        self,
-        planner: "PlacedPlanner",
-        epoch: Epoch,
-        document_tokens: IntArray,
-        micro_steps: int,
-        steps_from: int,
-    ) -> SteppedEpoch:
-        """Returns the epoch with documents divided anew within every optimizer step. Arguments: see
-        `PlacedPlanner.regroup`."""
+    def division(self, planner: "PlacedPlanner", micro_steps: int) -> Divide:
+        """Returns what divides the documents of an optimizer step of `micro_steps` micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +156,15 @@ class PlacedPlanner:
             micro_steps: micro-batches of an optimizer step; 1 leaves them as they are.
             steps_from: a micro-batch with which an optimizer step begins.
         """
-        if self.step_shape is not None:
-            return self.step_shape.shaped(self, epoch, document_tokens, micro_steps, steps_from)
-        topology = self.config.topology(self.num_ranks)
-        return RegroupedEpoch(
-            *(epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from),
+        shape = self.step_shape
+        divide = self._together if shape is None else shape.division(self, micro_steps)
+        return SteppedEpoch(epoch, document_tokens, micro_steps, divide, steps_from)
+
+    def _together(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
+        return group_documents(
+            *(document_tokens, len(as_packed), self.capacity_tokens, self.config.topology(self.num_ranks)),
+            head_groups=self.head_groups,
+            as_they_came=as_packed,
             layer_masks=self.layer_masks,
             whole_tokens=self.config.tokens_per_rank if self.whole_documents else None,
         )

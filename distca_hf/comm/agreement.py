@@ -112,18 +112,12 @@ NO_FACTS = Facts()
 
 @dataclass
 class Agreement:
-    """Facts under way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`.
-
-    Attributes:
-        scope: ranks that agree.
-        facts: must be the same everywhere.
-        numbers: integers that may differ and are only passed on.
-    """
+    """Facts under way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`."""
 
     micro_batch: int
     scope: Scope
-    facts: Facts
-    numbers: Mapping[str, int]
+    facts: Facts  # must be the same everywhere
+    numbers: Mapping[str, int]  # integers that may differ and are only passed on
     transport: Transport
     gather: Gather
     _failure: DistCAError | None = field(default=None, init=False)
@@ -138,14 +132,9 @@ class Agreement:
         numbers: Mapping[str, int],
         scope: Scope | None = None,
     ) -> "Agreement":
-        """Starts sending `facts` and `numbers`. For one occasion, `numbers` must have the same names on all ranks.
-
-        Args:
-            scope: ranks that agree; by default the occasion's.
-
-        Raises:
-            ValueError: there are more numbers than an agreement holds.
-        """
+        """Starts sending `facts` and `numbers`. For one occasion, `numbers` must have the same names on all ranks. The
+        ranks of `scope` agree, by default the occasion's. Raises ValueError if there are more numbers than an
+        agreement holds."""
         if len(numbers) > WIDTH - HEADER:
             raise ValueError(
                 f"an agreement holds at most {WIDTH - HEADER} numbers, not {len(numbers)}: {', '.join(numbers)}"
@@ -245,11 +234,7 @@ def labels_of(transport: Transport, scope: Scope) -> list[str]:
 
 
 def by_value(values: Sequence[str], labels: Sequence[str]) -> str:
-    """Lists ranks by their value: "5 on ranks 0 and 2, 7 on rank 1".
-
-    Args:
-        labels: the rank of each value.
-    """
+    """Lists ranks by their value: "5 on ranks 0 and 2, 7 on rank 1"."""
     ranks_of: dict[str, list[str]] = {}
     for label, value in zip(labels, values, strict=True):
         ranks_of.setdefault(value, []).append(label)
@@ -287,11 +272,8 @@ class CheckedTransport:
 
     def exchange(self, asked: AllToAll) -> Exchange:
         """Starts an exchange that all ranks mean. One between tensor ranks is not compared: it follows one of rows.
-
-        Raises:
-            PlanMismatchError: ranks mean different exchanges, or one sends what another does not expect. Names both
-                places, or both numbers of rows; nothing was sent.
-        """
+        Raises PlanMismatchError if ranks mean different exchanges, or one sends what another does not expect. Names
+        both places, or both numbers of rows; nothing was sent."""
         if asked.scope is Scope.TENSOR:
             return self._inner.exchange(asked)
         number, self._number = self._number, self._number + 1
@@ -321,5 +303,4 @@ class CheckedTransport:
         return self._inner.gather(values, where, scope)
 
     def close(self) -> None:
-        """Closes the inner transport."""
         self._inner.close()

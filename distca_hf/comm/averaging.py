@@ -17,17 +17,13 @@ from distca_hf.torch_private import groups_of_fsdp1, running_objects, sharded_by
 
 
 class Averaged(NamedTuple):
-    """What averages gradients, and over which ranks of the job.
-
-    Attributes:
-        name: of a wrapper, or of the mesh of a weight.
-        over: its groups of this rank. If there are two, the second connects equal shards, and both form a grid.
-        divides: whether the mesh of a weight, which may have other dimensions as well, may only divide the weight, as
-            tensor parallelism does; None for a wrapper.
-    """
+    """What averages gradients, and over which ranks of the job."""
 
     name: str
+    # Its groups of this rank. If there are two, the second connects equal shards, and both form a grid.
     over: Sequence[Sequence[int]]
+    # Whether the mesh of a weight, which may have other dimensions as well, may only divide the weight, as tensor
+    # parallelism does; None for a wrapper.
     divides: bool | None = None
 
     def is_right(self, members: Members) -> bool:
@@ -47,11 +43,8 @@ class Averaged(NamedTuple):
 
 def check_averaging(model: nn.Module, members: Members) -> None:
     """Checks, within a forward pass of a model, that its wrappers average gradients over the ranks that share
-    documents. Does not see gradients that a training loop averages itself.
-
-    Raises:
-        ConfigError: a wrapper averages over other ranks; names it and both groups.
-    """
+    documents. Does not see gradients that a training loop averages itself. Raises ConfigError if a wrapper averages
+    over other ranks; names it and both groups."""
     for averaged in averaging(model):
         if averaged.is_right(members):
             continue

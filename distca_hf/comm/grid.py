@@ -38,25 +38,15 @@ class Grid:
     """Ranks of a group as [stages, data, tensor], and the place of this process among them.
 
     All ranks of one data rank hold the same tokens. Rows of documents travel only along data.
-
-    Attributes:
-        ranks: numbers in the job, in the order of [stages, data, tensor].
-        shape: number of stages, of data ranks, and of tensor ranks.
-        rank: number of this process in the job.
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # numbers in the job, in the order of [stages, data, tensor]
     shape: tuple[int, int, int]
     rank: int
 
     @classmethod
     def flat(cls, ranks: Sequence[int], rank: int) -> "Grid":
-        """Returns the grid of ranks that differ only in their data: the same object each time.
-
-        Args:
-            ranks: of the group, in ascending order.
-            rank: of this process in the job.
-        """
+        """Returns the grid of ranks that differ only in their data: the same object each time. `ranks` ascend."""
         return _flat(tuple(ranks), rank)
 
     @classmethod
@@ -73,10 +63,6 @@ class Grid:
         """Returns the grid of a device mesh. Several dimensions of one kind count as one, in the order given.
 
         Args:
-            ranks: of the job, one for each place in the mesh.
-            names: of the mesh's dimensions.
-            rank: of this process in the job.
-            num_ranks: of the job.
             data: names of the dimensions along which ranks hold different documents (FSDP, DDP, replicas).
             tensor: along which they hold different parts of the same layers, and the same tokens.
             stages: along which they hold different layers.
@@ -119,7 +105,6 @@ class Grid:
 
     @cached_property
     def stage(self) -> int:
-        """Stage of this process."""
         return self._coordinates(self.rank)[0]
 
     @cached_property
@@ -185,14 +170,8 @@ class Grid:
         return f"{number} ({', '.join(f'{name} {place}' for name, place, size in places if size > 1)})"
 
     def ranks_per_node(self, launched_per_node: int) -> int:
-        """Returns how many ranks that share documents also share a node; 0 if a launcher did not number nodes.
-
-        Args:
-            launched_per_node: ranks of the job on every node; 0 if that is not known.
-
-        Raises:
-            ConfigError: nodes hold unequal numbers of them.
-        """
+        """Returns how many ranks that share documents also share a node; 0 if a launcher did not number nodes. Raises
+        ConfigError if nodes hold unequal numbers of them."""
         if not launched_per_node:
             return 0
         per_node = 0
@@ -271,15 +250,8 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def check_same_grids(grid: Grid, told: Mapping[int, str]) -> None:
-    """Compares the grids of all ranks that train together.
-
-    Args:
-        grid: of this rank.
-        told: `grid_in_words` of each rank, by its number in the job.
-
-    Raises:
-        ConfigError: a rank has another grid than the first one; names both.
-    """
+    """Compares the grids of all ranks that train together. `told` has the `grid_in_words` of each rank, by its number
+    in the job. Raises ConfigError if a rank has another grid than the first one; names both."""
     first = min(told)
     other = next((rank for rank in sorted(told) if told[rank] != told[first]), None)
     if other is not None:

@@ -45,14 +45,9 @@ class Members:
 
     Every rank of a group holds tokens. Ranks without tokens are not in the group: they only compute, and are numbered
     after the ranks that share documents.
-
-    Attributes:
-        job: ranks that were launched together, without ranks that hold no tokens.
-        grid: ranks of the group by stage, data and tensor, and the place of this process.
-        num_extra: ranks without tokens.
     """
 
-    job: Sequence[int]
+    job: Sequence[int]  # ranks that were launched together, without ranks that hold no tokens
     grid: Grid
     num_extra: int = 0
 
@@ -72,7 +67,6 @@ class Members:
 
     @property
     def are_the_job(self) -> bool:
-        """Whether all ranks of the job are in the group."""
         return len(self.group) == len(self.job)
 
     @property
@@ -104,16 +98,10 @@ class Members:
 
 
 def grid_of_mesh(
-    mesh: DeviceMesh,
-    data: str | Sequence[str],
-    tensor: str | Sequence[str] = (),
-    stages: str | Sequence[str] = (),
+    mesh: DeviceMesh, data: str | Sequence[str], tensor: str | Sequence[str] = (), stages: str | Sequence[str] = ()
 ) -> Grid:
     """Returns the grid of a device mesh of all ranks of the job, by the names of its dimensions: see `Grid.of_mesh`.
-
-    Raises:
-        ConfigError: it is not a mesh of all ranks with named dimensions, or they are named wrongly.
-    """
+    Raises ConfigError if it is not a mesh of all ranks with named dimensions, or they are named wrongly."""
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         raise ConfigError(f"{mesh!r} must be a device mesh whose dimensions have names (mesh_dim_names)")
     ranks = mesh.mesh.cpu().numpy()
@@ -126,11 +114,8 @@ def is_initialized() -> bool:
 
 
 def process_group_of(group: object) -> dist.ProcessGroup | None:
-    """Returns the process group given as such, or as a device mesh of one dimension; None for None.
-
-    Raises:
-        ConfigError: it is neither; the mesh has several dimensions; or this process is not in it.
-    """
+    """Returns the process group given as such, or as a device mesh of one dimension; None for None. Raises ConfigError
+    if it is neither, the mesh has several dimensions, or this process is not in it."""
     if group is None:
         return None
     if isinstance(group, DeviceMesh):
@@ -172,7 +157,6 @@ def open_transport(
 
     Args:
         device: where the rows to exchange live; decides between NCCL and gloo.
-        timeout_seconds: deadline of every exchange.
         agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
         members: the ranks; by default all of the initialised process group.
         in_thread: whether only a background thread uses it. Its calls come at any time between those of training, so
@@ -200,7 +184,7 @@ def open_transport(
     if not members.are_the_job:
         _check_no_split(on_gpus)
     began, padding = time.monotonic(), []
-    gloo_group = partial(_gloo_group, group_desc=IN_THREAD) if in_thread else _gloo_group
+    gloo_group = partial(dist.new_group, backend="gloo", group_desc=IN_THREAD if in_thread else None)
     try:
         most_groups = _meet(store, members, patience)
         if not members.are_the_job:
@@ -248,8 +232,8 @@ def _new_group(
     a flat grid that is a part of the job make only their own."""
     if members.grid.is_flat:
         of_some = {} if members.are_the_job else {"ranks": list(members.group), "use_local_synchronization": True}
-        return make(timeout, **of_some)
-    groups = {ranks: make(timeout, ranks=list(ranks)) for ranks in members.grid.sets_of(scope)}
+        return make(timeout=timeout, **of_some)
+    groups = {ranks: make(timeout=timeout, ranks=list(ranks)) for ranks in members.grid.sets_of(scope)}
     return groups[members.grid.members(scope)]
 
 
@@ -262,10 +246,6 @@ def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, er
         f"{missing or 'all ranks still answer'}. A rank whose data takes longer needs a longer "
         f"timeouts.agreement_seconds. Cause: {first_line(error)}"
     )
-
-
-def _gloo_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=timeout, **among)
 
 
 def _nccl_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
@@ -287,15 +267,7 @@ def _check_no_split(on_gpus: bool) -> None:
 
 def _meet(store: Store, members: Members, patience: timedelta) -> int:
     """Waits for all ranks, whose data may be ready at different times, and logs which ones are missing after a while.
-    A rank without distca_hf never comes.
-
-    Returns:
-        The most process groups that any of the ranks is in.
-
-    Raises:
-        RuntimeError: some did not come in time.
-        ConfigError: ranks have different grids.
-    """
+    A rank without distca_hf never comes. Returns the most process groups that any of the ranks is in."""
     ranks, rank = members.group, members.grid.rank
     store = PrefixStore(f"distca_hf/groups/{'job' if members.are_the_job else '-'.join(map(str, ranks))}", store)
     turn = store.add(f"turns/{rank}", 1)

@@ -55,28 +55,16 @@ def tells_of_a_lost_peer(error: BaseException) -> bool:
 
 
 class RollCall:
-    """Signs in and out at the store of the process group.
-
-    Args:
-        store: reachable as long as possible; the launcher's own, if there is one.
-        rank: of this process in the job.
-        ranks: of the group, as they are numbered in the job.
-        patience_seconds: how long ranks are waited for that neither sign in nor left a message.
-        names: of ranks in messages, if they are not just their numbers.
-
-    Attributes:
-        places: returns texts for the places of ranks that have come no further for some seconds, with a number that
-            grows as long as the process runs; raises RuntimeError if the store is gone.
-        in_vain: says which ranks wait for each other at different places, once they were found.
-    """
+    """Signs in and out at the store of the process group."""
 
     def __init__(
         self,
-        store: Store,
+        store: Store,  # reachable as long as possible; the launcher's own, if there is one
         rank: int,
-        ranks: Sequence[int],
+        ranks: Sequence[int],  # of the group, as they are numbered in the job
+        # How long ranks are waited for that neither sign in nor left a message.
         patience_seconds: float = PATIENCE_SECONDS,
-        names: Mapping[int, str] | None = None,
+        names: Mapping[int, str] | None = None,  # of ranks in messages, if they are not just their numbers
     ) -> None:
         self._store = PrefixStore("distca_hf/rollcall", store)
         self._rank = rank
@@ -85,7 +73,10 @@ class RollCall:
         self._names = names or {}
         self._hook: Announcement | None = None
         self._has_left = False
+        # Returns texts for the places of ranks that have come no further for some seconds, with a number that grows as
+        # long as the process runs; raises RuntimeError if the store is gone.
         self.places: Callable[[], Mapping[int, tuple[str, int]]] = dict
+        # Says which ranks wait for each other at different places, once they were found.
         self.in_vain: str | None = None
 
     def leave(self, words: str) -> None:
@@ -97,11 +88,7 @@ class RollCall:
             log.warning("rank %d: its error did not reach the other ranks: %s", self._rank, error, extra=OF_THIS_RANK)
 
     def leave_in_order(self, place: str) -> None:
-        """Leaves the place at which this process ends without an error, for ranks that still wait for it.
-
-        Args:
-            place: of its last collective call; empty if there was none.
-        """
+        """Leaves the place at which this process ends without an error, for ranks that still wait for it."""
         if self._has_left:
             return
         where = f"in {place.partition(',')[0]}" if place else "before its first micro-batch"
@@ -176,15 +163,7 @@ class RollCall:
 
 
 class Announcement:
-    """An exception hook that leaves the message of an error for other ranks.
-
-    Args:
-        call: the roll call at which they are left.
-        earlier: the hook that gets the error then.
-
-    Attributes:
-        is_silent: whether errors are only passed on.
-    """
+    """An exception hook that leaves the message of an error for other ranks."""
 
     def __init__(self, call: RollCall, earlier: ExceptHook) -> None:
         self._call = call
@@ -215,11 +194,7 @@ def show_errors_once() -> None:
 
 
 class ShownOnce:
-    """An exception hook.
-
-    Args:
-        earlier: the hook that shows an error.
-    """
+    """An exception hook."""
 
     def __init__(self, earlier: ExceptHook) -> None:
         self._earlier = earlier

@@ -65,29 +65,20 @@ REMEDY = (
 
 
 class TorchTransport:
-    """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over gloo groups next to it.
-
-    Args:
-        data_group: group for rows of documents.
-        control_groups: gloo groups for integers, by scope; empty if no integers are sent.
-        rollcall: names lost ranks when one of the groups fails.
-        device: where the rows live.
-        grid: ranks of all scopes; the group for rows may have more.
-        traffic: counters; new ones by default.
-        whereabouts: makes this transport's detector of ranks that wait for each other in vain; None for no detector.
-        tensor_group: group for rows between tensor ranks; None if each has all of them.
-    """
+    """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over gloo groups next to it."""
 
     def __init__(
         self,
         data_group: RowGroup,
+        # Gloo groups for integers, by scope; empty if no integers are sent.
         control_groups: Mapping[Scope, dist.ProcessGroup],
         rollcall: RollCall,
         device: torch.device,
-        grid: Grid,
+        grid: Grid,  # ranks of all scopes; the group for rows may have more
         traffic: Traffic | None = None,
+        # Makes this transport's detector of ranks that wait for each other in vain; None for no detector.
         whereabouts: Callable[["TorchTransport"], Whereabouts] | None = None,
-        tensor_group: RowGroup | None = None,
+        tensor_group: RowGroup | None = None,  # group for rows between tensor ranks; None if each has all of them
     ) -> None:
         self.rank = data_group.rank()
         self.grid = grid
@@ -185,10 +176,8 @@ class TorchTransport:
     def wait_for(
         self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS, of_rows: bool = True
     ) -> None:
-        """Waits for an operation of the ranks of a scope.
-
-        Args:
-            of_rows: whether it exchanges rows rather than integers: over NCCL the GPU waits for it, not the host.
+        """Waits for an operation of the ranks of a scope. `of_rows` says whether it exchanges rows, for which the GPU
+        waits over NCCL, not the host.
 
         Raises:
             PeerLostError, StepTimeoutError: it failed; names the ranks and the place.

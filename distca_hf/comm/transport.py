@@ -29,22 +29,15 @@ REMEMBERED_EXCHANGES = 64
 
 @dataclass(eq=False, slots=True)
 class AllToAll:
-    """Rows to exchange, unevenly, between all ranks of a scope.
+    """Rows to exchange, unevenly, between all ranks of a scope."""
 
-    Attributes:
-        rows: `[sum(send_counts), ...]` contiguous, grouped by destination.
-        send_counts, receive_counts: `[ranks]` rows to and from each rank.
-        where: step, layer and phase, for messages.
-        into: `[sum(receive_counts), ...]` contiguous, receives the rows; None for new memory.
-        scope: ranks that share documents, or tensor ranks, whose rows hardly ever leave a node.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # `[sum(send_counts), ...]` contiguous, grouped by destination
+    # `[ranks]` rows to and from each rank.
     send_counts: list[int]
     receive_counts: list[int]
-    where: str
-    into: torch.Tensor | None = None
-    scope: Scope = Scope.ROWS
+    where: str  # step, layer and phase, for messages
+    into: torch.Tensor | None = None  # `[sum(receive_counts), ...]` contiguous, receives the rows; None for new memory
+    scope: Scope = Scope.ROWS  # ranks that share documents, or tensor ranks, whose rows hardly ever leave a node
 
     @property
     def row_bytes(self) -> int:
@@ -97,24 +90,18 @@ class Arrived:
 
 @dataclass
 class Traffic:
-    """Counts of all that a transport has moved so far, and signals on which ranks leave.
-
-    Attributes:
-        exchanges, recent: how many exchanges, and the places of the last ones.
-        bytes_sent: bytes that they sent to other ranks that share documents.
-        passes: forward passes of models that have begun; numbers passes alike on all ranks.
-        waited_seconds: how long this rank's host waited for rows and integers of other ranks. Does not include waits
-            of the device itself, as with NCCL.
-        leave_signal: number of the signal that this rank got, 0 if none. All later agreements carry it.
-        leaving: the signal of each rank of the job that got one; the same on all ranks after the same agreement.
-    """
+    """Counts of all that a transport has moved so far, and signals on which ranks leave."""
 
     exchanges: int = 0
-    bytes_sent: int = 0
-    passes: int = 0
+    bytes_sent: int = 0  # that exchanges sent to other ranks that share documents
+    passes: int = 0  # forward passes of models that have begun; numbers passes alike on all ranks
+    # Places of the last exchanges.
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EXCHANGES))
+    # How long this rank's host waited for rows and integers of other ranks. Does not include waits of the device
+    # itself, as with NCCL.
     waited_seconds: float = 0.0
-    leave_signal: int = 0
+    leave_signal: int = 0  # number of the signal that this rank got, 0 if none; all later agreements carry it
+    # The signal of each rank of the job that got one; the same on all ranks after the same agreement.
     leaving: dict[int, int] = field(default_factory=dict)
 
     def count(self, asked: "AllToAll", rank: int) -> None:
@@ -133,11 +120,8 @@ class Traffic:
             self.waited_seconds += time.perf_counter() - began
 
     def has_ended(self, work: dist.Work, within: timedelta) -> bool:
-        """Waits for other ranks for a while, and returns whether an operation of gloo has ended.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
+        """Waits for other ranks for a while, and returns whether an operation of gloo has ended. Raises RuntimeError
+        if it has failed."""
         began = time.perf_counter()
         try:
             work.wait(within)
@@ -154,11 +138,8 @@ class Exchange(Protocol):
     """Rows under way."""
 
     def wait(self) -> torch.Tensor:
-        """Returns the rows received from all ranks, grouped by source.
-
-        Raises:
-            PeerLostError, StepTimeoutError: the exchange failed; names the ranks and the place.
-        """
+        """Returns the rows received from all ranks, grouped by source. Raises PeerLostError or StepTimeoutError if the
+        exchange failed; names the ranks and the place."""
         ...
 
 
@@ -171,13 +152,9 @@ class Gather(Protocol):
 
 
 class Transport(Protocol):
-    """Moves rows and integers between ranks.
+    """Moves rows and integers between ranks."""
 
-    Attributes:
-        rank, world_size: number of this rank among the ranks that share documents, and their count.
-        grid: ranks of all scopes; names this rank in messages.
-    """
-
+    # Number of this rank among the ranks that share documents, and their count.
     rank: int
     world_size: int
     grid: Grid

@@ -47,12 +47,7 @@ LONGEST_PLACE = 300
 
 
 class Calls(NamedTuple):
-    """Collective calls that a rank had started at some moment.
-
-    Attributes:
-        gathers, exchanges: of the transport.
-        collectives: of other code.
-    """
+    """Collective calls that a rank had started at some moment: of the transport, and those of other code."""
 
     gathers: int
     exchanges: int
@@ -61,21 +56,15 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """The place that a rank has reached.
-
-    Attributes:
-        text: names it, for messages.
-        moments: counts of calls around the latest gathers, and now.
-        waits: function of torch in which it seems to wait for a collective of other code; empty if it computes, or
-            waits for a call of the transport.
-        on_gpu: whether the GPU waits for these collectives, while the host goes on.
-        look: number of the look that found this. If it grows, the process runs.
-    """
+    """The place that a rank has reached."""
 
     text: str
-    moments: list[list[int]]
+    moments: list[list[int]]  # counts of calls around the latest gathers, and now
+    # Function of torch in which it seems to wait for a collective of other code; empty if it computes, or waits for a
+    # call of the transport.
     waits: str
-    on_gpu: bool
+    on_gpu: bool  # whether the GPU waits for these collectives, while the host goes on
+    # Number of the look that found this. If it grows, the process runs.
     look: int
 
     @property
@@ -108,13 +97,7 @@ def cannot_meet(one: Place, other: Place) -> bool:
 
 class Repeated:
     """A thread that repeats a call. It is joined before Python ends: if Python cuts a thread off inside a call of the
-    store, the process aborts.
-
-    Args:
-        name: of the thread.
-        pause_seconds: between two calls.
-        call: returns whether to go on.
-    """
+    store, the process aborts. It ends when the call returns False."""
 
     def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool]) -> None:
         self._pause_seconds, self._call = pause_seconds, call
@@ -123,11 +106,7 @@ class Repeated:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def begin(self, then: Callable[[], object] = lambda: None) -> None:
-        """Starts the thread, with a first call at once.
-
-        Args:
-            then: called after every call, in the thread.
-        """
+        """Starts the thread, with a first call at once. Calls `then` after every call, in the thread."""
         self._then = then
         atexit.register(self.end)
         self._thread.start()
@@ -147,37 +126,24 @@ class Repeated:
 
 
 class Whereabouts(Repeated):
-    """Shows the place of this rank, and finds out whether it waits in vain.
-
-    Args:
-        store: of the job; a connection that nothing else uses.
-        name: of the transport; the same on all ranks.
-        rank: of this process.
-        ranks: that run the same program, this one among them.
-        labels: of these ranks.
-        count: returns the exchanges of the transport and the collectives of other code that were started so far.
-        place: names the last collective call of the transport.
-        on_gpu: whether rows are exchanged between GPUs.
-
-    Attributes:
-        waits_for: place of a call that this rank has waited for, for a while; None if there is none.
-        in_vain: says which ranks wait for each other, once they are found.
-    """
+    """Shows the place of this rank, and finds out whether it waits in vain."""
 
     def __init__(
         self,
-        store: Store,
-        name: str,
+        store: Store,  # of the job; a connection that nothing else uses
+        name: str,  # of the transport; the same on all ranks
         rank: int,
-        ranks: Sequence[int],
+        ranks: Sequence[int],  # that run the same program, this one among them
         labels: Sequence[str],
+        # Returns the exchanges of the transport and the collectives of other code that were started so far.
         count: Callable[[], tuple[int, int]],
         place: Callable[[], str],
         on_gpu: bool,
     ) -> None:
         super().__init__("distca-whereabouts", LOOK_SECONDS, self.look)
+        # Place of a call that this rank has waited for, for a while; None if there is none.
         self.waits_for: str | None = None
-        self.in_vain: str | None = None
+        self.in_vain: str | None = None  # says which ranks wait for each other, once they are found
         self._store = PrefixStore(f"distca_hf/whereabouts/{name}", store)
         self._rank, self._keys, self._labels = rank, {one: f"at/{one}" for one in ranks}, labels
         self._count, self._place, self._on_gpu = count, place, on_gpu
@@ -197,7 +163,6 @@ class Whereabouts(Repeated):
         super().begin(then)
 
     def note_gather(self) -> None:
-        """Notes a gather that starts."""
         counts = self._count()
         self._moments += Calls(self._gathers, *counts), Calls(self._gathers + 1, *counts)
         self._gathers += 1
@@ -230,11 +195,8 @@ class Whereabouts(Repeated):
         return True
 
     def shown(self) -> dict[int, Place]:
-        """Returns the places of the ranks that have shown them. A rank may have gone on since.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Returns the places of the ranks that have shown them. A rank may have gone on since. Raises RuntimeError if
+        the store is gone."""
         keys = [*self._keys.values()]
         if not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]

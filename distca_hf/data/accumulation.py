@@ -12,8 +12,7 @@ micro-step takes the longest ones that fit, and so on. If placements show that t
 get the same mix, or documents keep their micro-steps.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,38 +29,35 @@ from distca_hf.placement.whole import place_whole, surplus_work
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """Documents of one micro-step.
+    """Documents of one micro-step."""
 
-    Attributes:
-        documents: `[documents]` their numbers.
-        layout: their placement, with equal work on all ranks; None if no placement was tried.
-    """
-
-    documents: IntArray
-    layout: Layout | None = None
+    documents: IntArray  # `[documents]` their numbers
+    layout: Layout | None = None  # their placement, with equal work on all ranks; None if no placement was tried
 
 
-class SteppedEpoch(ABC):
-    """An epoch in optimizer steps. A subclass divides the documents of each step among its micro-batches.
+# Divides documents of one optimizer step, given their `[documents]` lengths and, as indices, those of each micro-batch
+# as packed. Returns equally many micro-steps, whose documents are indices, too.
+Divide = Callable[[IntArray, list[IntArray]], list[MicroStep]]
 
-    An optimizer step has `micro_steps` micro-batches; the first and the last of an epoch may have fewer.
 
-    Args:
-        document_tokens: `[documents]` lengths of all documents.
-        steps_from: a micro-batch with which some optimizer step begins.
-    """
+@dataclass(eq=False)
+class SteppedEpoch:
+    """An epoch in optimizer steps, each of which is divided anew among its micro-batches."""
 
-    def __init__(self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0) -> None:
-        self._epoch, self._document_tokens = epoch, document_tokens
-        self._micro_steps, self._steps_from = micro_steps, steps_from
+    epoch: Epoch
+    document_tokens: IntArray  # `[documents]` lengths of all documents
+    micro_steps: int  # micro-batches of an optimizer step; the first and the last one of an epoch may have fewer
+    divide: Divide
+    steps_from: int = 0  # a micro-batch with which an optimizer step begins
+
+    def __post_init__(self) -> None:
         self._step: tuple[int, list[MicroStep]] = (-1, [])
 
     @property
     def num_micro_batches(self) -> int:
-        return self._epoch.num_micro_batches
+        return self.epoch.num_micro_batches
 
     def micro_batch(self, index: int) -> IntArray:
-        """Returns the documents of one micro-batch."""
         return self._micro_step(index).documents
 
     def layout(self, index: int) -> Layout | None:
@@ -70,70 +66,27 @@ class SteppedEpoch(ABC):
 
     def left(self, index: int) -> IntArray:
         """Returns the documents of this and all later micro-batches."""
-        step_ends = min(self.num_micro_batches, index + (self._steps_from - index) % self._micro_steps)
+        step_ends = min(self.num_micro_batches, index + (self.steps_from - index) % self.micro_steps)
         of_step = [self.micro_batch(number) for number in range(index, step_ends)]
-        return np.concatenate([*of_step, self._epoch.documents[self._epoch.offsets[step_ends] :]])
-
-    @abstractmethod
-    def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
-        """Divides the documents of one optimizer step.
-
-        Returns:
-            The same number of micro-steps, whose documents are indices, too.
-        """
+        return np.concatenate([*of_step, self.epoch.documents[self.epoch.offsets[step_ends] :]])
 
     def _micro_step(self, index: int) -> MicroStep:
         """Returns one micro-batch. Its optimizer step is divided at the first call."""
-        first = max(0, index - (index - self._steps_from) % self._micro_steps)
+        first = max(0, index - (index - self.steps_from) % self.micro_steps)
         if self._step[0] != first:
             self._step = (first, self._divided(first))
         return self._step[1][index - first]
 
     def _divided(self, first: int) -> list[MicroStep]:
         """Returns the micro-batches of the step that begins with this one; documents are numbers of the epoch."""
-        last = first + self._micro_steps - (first - self._steps_from) % self._micro_steps
-        offsets = self._epoch.offsets[first : last + 1]
-        documents = self._epoch.documents[offsets[0] : offsets[-1]]
+        last = first + self.micro_steps - (first - self.steps_from) % self.micro_steps
+        offsets = self.epoch.offsets[first : last + 1]
+        documents = self.epoch.documents[offsets[0] : offsets[-1]]
         as_packed = np.split(np.arange(len(documents)), offsets[1:-1] - offsets[0])
-        divided = self._divide(self._document_tokens[documents], as_packed)
-        return [MicroStep(documents[one.documents], one.layout) for one in divided]
-
-
-class RegroupedEpoch(SteppedEpoch):
-    """An epoch whose long documents train together, as far as optimizer steps allow.
-
-    Args:
-        epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
-        topology, head_groups, layer_masks: as for `placement.place`.
-        whole_tokens: tokens of a rank if documents stay whole; else None.
-    """
-
-    def __init__(
-        self,
-        epoch: Epoch,
-        document_tokens: IntArray,
-        micro_steps: int,
-        capacity_tokens: int,
-        topology: Topology,
-        head_groups: int = 1,
-        steps_from: int = 0,
-        layer_masks: LayerMasks = CAUSAL_LAYERS,
-        whole_tokens: int | None = None,
-    ) -> None:
-        super().__init__(epoch, document_tokens, micro_steps, steps_from)
-        self._capacity_tokens = capacity_tokens
-        self._topology, self._head_groups, self._layer_masks = topology, head_groups, layer_masks
-        self._whole_tokens = whole_tokens
-
-    def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
         if len(as_packed) == 1:
-            return [MicroStep(as_packed[0])]
-        return group_documents(
-            *(document_tokens, len(as_packed), self._capacity_tokens, self._topology, self._head_groups),
-            as_they_came=as_packed,
-            layer_masks=self._layer_masks,
-            whole_tokens=self._whole_tokens,
-        )
+            return [MicroStep(documents)]
+        divided = self.divide(self.document_tokens[documents], as_packed)
+        return [MicroStep(documents[one.documents], one.layout) for one in divided]
 
 
 def group_documents(
@@ -151,7 +104,6 @@ def group_documents(
     Args:
         capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
         topology: ranks to try placements on; without it, long documents are always put together.
-        head_groups, layer_masks: as for `place`.
         as_they_came: a division that fits, as a list of indices for each micro-step; kept if no other moves less.
         whole_tokens: tokens of a rank if documents stay whole; else None.
 

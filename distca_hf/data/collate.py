@@ -51,11 +51,7 @@ END_TOKENS = 64
 
 
 class TokenSource(Protocol):
-    """Tokens by document.
-
-    Attributes:
-        inputs: dtypes of further inputs of the model, by name.
-    """
+    """Tokens by document."""
 
     @property
     def inputs(self) -> Mapping[str, np.dtype[Any]]: ...
@@ -67,24 +63,16 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True)
 class RankRows:
-    """Inputs of one rank's model: int64 arrays of `[rows]`.
+    """Inputs of one rank's model: int64 arrays of `[rows]`."""
 
-    Attributes:
-        input_ids: tokens; `PADDING_TOKEN` in padding rows.
-        position_ids: position inside the document; 0 in padding rows, each of which counts as a document.
-        labels: not shifted; -100 at the first token of each document and in padding rows.
-        shift_labels: label of the next token of the same document; -100 at document ends and in padding rows.
-        attention_mask: 1 for tokens, 0 in padding rows, which load-balancing losses and token metrics leave out. 1 in
-            the first row of a rank without tokens, because a mean over no tokens is NaN.
-        inputs: further inputs of the model by name, int64 or float32; 0 in padding rows.
-    """
-
-    input_ids: IntArray
-    position_ids: IntArray
-    labels: IntArray
-    shift_labels: IntArray
+    input_ids: IntArray  # tokens; `PADDING_TOKEN` in padding rows
+    position_ids: IntArray  # position inside the document; 0 in padding rows, each of which counts as a document
+    labels: IntArray  # not shifted; -100 at the first token of each document and in padding rows
+    shift_labels: IntArray  # label of the next token of the same document; -100 at document ends and in padding rows
+    # 1 for tokens, 0 in padding rows, which load-balancing losses and token metrics leave out. 1 in the first row of a
+    # rank without tokens, because a mean over no tokens is NaN.
     attention_mask: IntArray
-    inputs: Mapping[str, NDArray[Any]]
+    inputs: Mapping[str, NDArray[Any]]  # further inputs of the model by name, int64 or float32; 0 in padding rows
 
     @property
     def num_labels(self) -> int:
@@ -121,16 +109,11 @@ def collate(layout: Layout, rank: int, documents: IntArray, source: TokenSource,
 
 @dataclass(frozen=True)
 class Cut:
-    """One side of a cut: this rank holds the tokens before or after it.
-
-    Attributes:
-        position: first token after the cut.
-        checksum: of tokens and labels around it; negative on the rank that holds the tokens after it.
-    """
+    """One side of a cut: this rank holds the tokens before or after it."""
 
     document: int
-    position: int
-    checksum: int
+    position: int  # first token after the cut
+    checksum: int  # of tokens and labels around it; negative on the rank that holds the tokens after it
 
 
 def cuts_of(
@@ -156,11 +139,8 @@ def sum_of(cuts: list[Cut]) -> int:
 
 def checked_contents(source: DocumentSource) -> str:
     """Returns a checksum of tokens and labels: of all documents if they are few, else of a sample over the dataset.
-    Warns of rows that look padded.
-
-    Raises:
-        PackingError: a document cannot be trained on, or a transform gives other values when a row is drawn again.
-    """
+    Warns of rows that look padded. Raises PackingError if a document cannot be trained on, or a transform gives other
+    values when a row is drawn again."""
     lengths = source.document_tokens
     everything = len(lengths) <= MOST_DOCUMENTS and int(lengths.sum()) <= MOST_TOKENS
     documents = np.arange(len(lengths))

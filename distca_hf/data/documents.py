@@ -55,7 +55,6 @@ class Tokens:
     inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Returns all of them, for checksums."""
         integers = b"".join(x.astype("<i8").tobytes() for x in (self.input_ids, self.labels, self.shift_labels))
         return integers + b"".join(values.tobytes() for _, values in sorted(self.inputs.items()))
 
@@ -66,14 +65,7 @@ def follows_masks(reading: Reading, names: Container[str]) -> bool:
 
 
 def tokens_of(values: Values, tokens: int, is_first: bool, reading: Reading, inputs: Iterable[str]) -> Tokens:
-    """Returns a segment of a document.
-
-    Args:
-        values: values of the segment, and of one token more if the document goes on.
-        tokens: length of the segment.
-        is_first: whether the document begins with it.
-        inputs: names of further inputs of the model.
-    """
+    """Returns a segment of a document. `values` are of the segment, and of one token more if the document goes on."""
     input_ids = values["input_ids"]
     # 1. Labels, except of tokens that are not learnt. If the document ends with the segment, one more follows.
     labels = np.full(tokens + 1, IGNORED_LABEL, dtype=np.int64)
@@ -92,16 +84,12 @@ def tokens_of(values: Values, tokens: int, is_first: bool, reading: Reading, inp
 
 
 def check_values(values: Values, where: str, begin: int, origin: int, vocabulary_tokens: int | None) -> None:
-    """Checks values of a row.
+    """Checks values of a row. Raises PackingError if they cannot be trained on.
 
     Args:
-        where: names the row, for errors.
         begin: tokens of the row before these values.
         origin: tokens of the row before their document.
         vocabulary_tokens: tokens that the model has embeddings for, if known.
-
-    Raises:
-        PackingError: they cannot be trained on.
     """
     if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
         at = int(wrong[0])
@@ -146,17 +134,10 @@ class DocumentSource:
     no padding; `position_ids`, which must begin at 0 in every document; and other numbers per token that the model's
     forward pass takes. Columns without numbers are ignored.
 
-    Args:
-        capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
-        stay_whole: whether every document must fit on one rank.
-        reading: which columns count, and how.
-        seed: for random draws of a transform.
-
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
         documents_truncated, tokens_truncated: documents that `truncate` cut, and the tokens that it left out.
         are_drawn: whether a transform makes the rows: they must be drawn before they are read.
-        inputs: dtypes of further inputs of the model, by name.
         masks, masks_left: columns that decide what is learnt, and columns that could but do not.
 
     Raises:
@@ -166,7 +147,7 @@ class DocumentSource:
     def __init__(
         self,
         dataset: "Dataset",
-        capacity_tokens: int,
+        capacity_tokens: int,  # tokens of a global micro-batch, or of a rank: no document may be longer
         overlong: OverlongPolicy = "error",
         stay_whole: bool = False,
         reading: Reading = Reading(),  # noqa: B008 (immutable)
@@ -203,11 +184,8 @@ class DocumentSource:
         return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Checks that rows are made, and columns shown, as they were when lengths were counted.
-
-        Raises:
-            PackingError: `set_transform`, `set_format` or `reset_format` was called meanwhile.
-        """
+        """Checks that rows are made, and columns shown, as they were when lengths were counted. Raises PackingError if
+        `set_transform`, `set_format` or `reset_format` was called meanwhile."""
         if self._dataset.format != self._format:
             raise PackingError(
                 "the dataset got another transform or format (set_transform, set_format, reset_format) after its "
@@ -221,14 +199,8 @@ class DocumentSource:
         return rows.draw(np.unique(self._row[documents]).tolist(), epoch) if isinstance(rows, DrawnRows) else NO_DRAWS
 
     def read(self, document: int, start: int, stop: int, draws: Draws = NO_DRAWS) -> Tokens:
-        """Reads tokens [start, stop) of a document, and one label more if the document goes on.
-
-        Args:
-            draws: of its row, if rows are drawn.
-
-        Raises:
-            PackingError: values are missing, or cannot be trained on; names row, token and numbers.
-        """
+        """Reads tokens [start, stop) of a document, and one label more if the document goes on. Raises PackingError if
+        values are missing, or cannot be trained on; names row, token and numbers."""
         # 1. Tokens of the row, and the one after the last, which is its label.
         row, first = int(self._row[document]), int(self._start[document])
         begin = first + start
@@ -318,11 +290,8 @@ def split_documents(document_tokens: IntArray, most_tokens: int) -> tuple[IntArr
 
 
 def check_map_style(dataset: object) -> None:
-    """Checks that a dataset is a map-style `datasets.Dataset` with `input_ids`.
-
-    Raises:
-        PackingError: it is not; the message names the remedy.
-    """
+    """Checks that a dataset is a map-style `datasets.Dataset` with `input_ids`. Raises PackingError if it is not; the
+    message names the remedy."""
     import datasets
 
     if isinstance(dataset, datasets.IterableDataset):

@@ -39,10 +39,8 @@ SEED_INTEGERS = 8
 
 
 class DrawnRows:
-    """Rows that a transform makes on access. A column `length` must announce their lengths.
-
-    Args:
-        seed: decides, with epoch and row, what a transform draws at random.
+    """Rows that a transform makes on access. A column `length` must announce their lengths. With epoch and row, `seed`
+    decides what a transform draws at random.
 
     Attributes: see `StoredRows`; columns are those of the first row.
 
@@ -79,7 +77,6 @@ class DrawnRows:
         return draws
 
     def _drawn(self, row: int, epoch: int) -> Values:
-        """Runs the transform for one row."""
         seed_generators(self._seed, epoch, row)
         try:
             made = self._dataset[[row]]
@@ -111,17 +108,7 @@ class DrawnRows:
 
 
 def values_of(row: Mapping[str, Any], reading: Reading, where: str, maker: str, tokens: int, because: str) -> Values:
-    """Returns the columns of a row that count, as arrays.
-
-    Args:
-        where: names the row, for errors.
-        maker: what made the row, for errors.
-        tokens: length that each column must have.
-        because: why this length, for errors.
-
-    Raises:
-        PackingError: a column cannot be used; names it.
-    """
+    """Returns the columns of a row that count, as arrays. Raises PackingError if a column cannot be used; names it."""
 
     def numbers(name: str, value: Any, kinds: str) -> NDArray[Any]:
         """Returns the values of a column, one for each token of the row."""

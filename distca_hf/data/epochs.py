@@ -36,12 +36,10 @@ class Epoch:
         return len(self.offsets) - 1
 
     def after(self, micro_batches: int) -> "Epoch":
-        """Returns the epoch without its first micro-batches."""
         offsets = self.offsets[micro_batches:]
         return Epoch(self.documents[offsets[0] :], offsets - offsets[0])
 
     def micro_batch(self, index: int) -> IntArray:
-        """Returns the documents of one micro-batch."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -52,20 +50,15 @@ class ResumedEpoch:
     Trainer finds its place by the number of steps that it has made. After a change of the size of micro-batches or
     steps, that is another place in the data. Here all counts follow from the rest of the epoch. With unchanged sizes,
     every count is the same as Trainer's own in an uninterrupted run.
-
-    Attributes:
-        steps_done: steps that the trained part of the epoch amounts to, rounded down. If rounded up, a run of half an
-            epoch could end before its share was trained.
-        micro_batches_left: micro-batches to train in this epoch; at least one.
-        micro_batches_per_epoch: micro-batches of every later epoch.
-        accumulation_steps: micro-batches of an optimizer step; the last step of an epoch may have fewer.
     """
 
     number: int
+    # Steps that the trained part of the epoch amounts to, rounded down. If rounded up, a run of half an epoch could
+    # end before its share was trained.
     steps_done: int
-    micro_batches_left: int
-    micro_batches_per_epoch: int
-    accumulation_steps: int
+    micro_batches_left: int  # micro-batches to train in this epoch; at least one
+    micro_batches_per_epoch: int  # micro-batches of every later epoch
+    accumulation_steps: int  # micro-batches of an optimizer step; the last step of an epoch may have fewer
 
     @property
     def steps_left(self) -> int:
@@ -107,30 +100,19 @@ class ResumedEpoch:
 
 
 class EpochPacker:
-    """Packs documents into the same number of global micro-batches in every epoch.
-
-    Args:
-        document_tokens: `[documents]` int64 lengths.
-        capacity_tokens: most tokens of a global micro-batch (ranks x tokens_per_rank).
-        seed: together with the epoch's number it decides the order of documents.
-        shuffle: False keeps the dataset's order, except for documents that come one micro-batch early.
-        fits: which documents have room, if ranks must hold whole ones; by default all of them. Others wait for the
-            next micro-batch. The longest of them must fit.
-        multiple: divides the number of micro-batches of an epoch: the number in an optimizer step, if all steps must
-            be whole.
-
-    Raises:
-        PackingError: the dataset is empty, a document is longer than a micro-batch, or there are too few for whole
-            steps.
-    """
+    """Packs documents into the same number of global micro-batches in every epoch. Raises PackingError if the dataset
+    is empty, a document is longer than a micro-batch, or there are too few for whole steps."""
 
     def __init__(
         self,
-        document_tokens: IntArray,
-        capacity_tokens: int,
-        seed: int = 0,
-        shuffle: bool = True,
+        document_tokens: IntArray,  # `[documents]` int64 lengths
+        capacity_tokens: int,  # most tokens of a global micro-batch (ranks x tokens_per_rank)
+        seed: int = 0,  # together with the epoch's number it decides the order of documents
+        shuffle: bool = True,  # False keeps the dataset's order, except for documents that come one micro-batch early
+        # Which documents have room, if ranks must hold whole ones; by default all of them. Others wait for the next
+        # micro-batch. The longest of them must fit.
         fits: Fits | None = None,
+        # Divides the number of micro-batches of an epoch: the number in an optimizer step, if all steps must be whole.
         multiple: int = 1,
     ) -> None:
         if len(document_tokens) == 0:
@@ -151,11 +133,9 @@ class EpochPacker:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of every epoch."""
         return self._first.num_micro_batches
 
     def epoch(self, number: int) -> Epoch:
-        """Packs epoch `number`."""
         if number == 0 or not self._shuffle:
             return self._first
         packed = _pack(self._tokens, self._order(number), self._capacity_tokens, self.num_micro_batches, self._fits)
@@ -167,14 +147,9 @@ class EpochPacker:
         return Epoch(np.concatenate(members), np.cumsum([0] + [len(group) for group in members]))
 
     def rest(self, number: int, taken: Sequence[tuple[int, int]]) -> Epoch:
-        """Returns the rest of epoch `number`, after parts of it were taken in micro-batches of other sizes.
-
-        Args:
-            taken: (capacity_tokens, micro-batches taken) of each part, in order.
-
-        Raises:
-            PackingError: a document is longer than one of these micro-batches, or there were fewer of them.
-        """
+        """Returns the rest of epoch `number`, after parts of it were taken in micro-batches of other sizes. `taken`
+        has (capacity_tokens, micro-batches taken) of each part, in order. Raises PackingError if a document is longer
+        than one of these micro-batches, or there were fewer of them."""
         packed: Epoch | None = None
         for capacity_tokens, micro_batches in taken:
             if packed is None:

@@ -31,31 +31,22 @@ FIRST_FACTOR, SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049B
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Fields of a saved position, except those that identify the dataset.
-
-    Attributes:
-        capacity_tokens, num_ranks, micro_steps: sizes of micro-batches and optimizer steps.
-        epoch, micro_batch, taken, steps_from: see `Cursor`.
-        pipeline: stages and chunks; empty without a pipeline.
-    """
+    """Fields of a saved position, except those that identify the dataset."""
 
     capacity_tokens: int
     num_ranks: int
     micro_steps: int
+    # See `Cursor`.
     epoch: int
     micro_batch: int
     taken: tuple[tuple[int, int], ...]
     steps_from: int
-    pipeline: tuple[int, ...]
+    pipeline: tuple[int, ...]  # stages and chunks; empty without a pipeline
 
     @classmethod
     def read(cls, state: Mapping[str, Any], identity: Mapping[str, object], longest_tokens: int) -> "SavedPosition":
-        """Reads what `with_checksum` returned.
-
-        Raises:
-            ConfigError: the position is of another dataset or order, or a field is missing, has the wrong type or is
-                out of range; names it.
-        """
+        """Reads what `with_checksum` returned. Raises ConfigError if the position is of another dataset or order, or a
+        field is missing, has the wrong type or is out of range; names it."""
         check_identity(state, identity)
         numbers = {name: whole_number(name, state.get(name), least=1) for name in ("num_ranks", "micro_steps")}
         numbers["epoch"] = whole_number("epoch", state.get("epoch"), most=MOST_EPOCHS)
@@ -85,11 +76,7 @@ class SavedPosition:
     def check_sizes(self, now: Mapping[str, int], stages: tuple[int, ...], whole_documents: bool) -> None:
         """Checks that a position within an optimizer step or an epoch was saved with the present sizes, if its
         micro-batches depend on them. With whole documents they depend on ranks and their tokens, in a pipeline also on
-        the micro-batches of a step.
-
-        Raises:
-            ConfigError: it was saved with other sizes; names both.
-        """
+        the micro-batches of a step. Raises ConfigError if it was saved with other sizes; names both."""
         into_step = (self.micro_batch - self.steps_from) % self.micro_steps
         if self.sizes != now and into_step:
             raise ConfigError(
@@ -111,11 +98,8 @@ class SavedPosition:
             )
 
     def check_micro_batches(self, taken: int, num_micro_batches: int) -> None:
-        """Checks that an epoch has at least as many micro-batches as were taken from it.
-
-        Raises:
-            ConfigError: it has fewer.
-        """
+        """Checks that an epoch has at least as many micro-batches as were taken from it. Raises ConfigError if it has
+        fewer."""
         if taken > num_micro_batches:
             raise ConfigError(
                 f"the saved loader position has micro_batch={taken}, and epoch {self.epoch} has {num_micro_batches}"
@@ -123,11 +107,8 @@ class SavedPosition:
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, object]) -> None:
-    """Checks that a position is of the same data and order.
-
-    Raises:
-        ConfigError: it is not; names the field and both values.
-    """
+    """Checks that a position is of the same data and order. Raises ConfigError if it is not; names the field and both
+    values."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"the saved loader position is a {type(state).__name__}, and not a mapping of fields")
     if ("readers" in state) != ("readers" in identity):
@@ -147,25 +128,20 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, object]) -> 
 
 
 def with_checksum(fields: Mapping[str, object], documents: int) -> dict[str, object]:
-    """Returns the fields of a position with their checksum.
-
-    Args:
-        documents: `sum_of_documents` of the earlier documents of this epoch.
-    """
+    """Returns the fields of a position with their checksum. `documents` is the `sum_of_documents` of the earlier
+    documents of this epoch."""
     text = json.dumps([fields, documents % 2**64], sort_keys=True)
     return {**fields, "checksum": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
 
 
 def check_checksum(state: Mapping[str, Any], own: Mapping[str, object], documents: int) -> None:
-    """Checks that a position was saved with these fields, and after these documents.
+    """Checks that a position was saved with these fields, and after these documents. Raises ConfigError if it was not;
+    names the fields.
 
     Args:
         state: after `SavedPosition.read`.
         own: a position of the loader that reads it: only its fields count.
         documents: `sum_of_documents` of the earlier documents, as the other fields say.
-
-    Raises:
-        ConfigError: it was not; names the fields.
     """
     fields = {name: state[name] for name in own if name != "checksum"}
     found = with_checksum(fields, documents)["checksum"]

@@ -54,66 +54,40 @@ class StreamDocument:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of a part of the stream.
+    """State of a part of the stream."""
 
-    Attributes:
-        documents, rows: read before, in this pass.
-        state: JSON; empty at the beginning.
-    """
-
+    # Read before, in this pass.
     documents: int = 0
     rows: int = 0
-    state: str = ""
+    state: str = ""  # JSON; empty at the beginning
 
 
 @dataclass(frozen=True)
 class ReaderPosition:
-    """The position of a reader: a snapshot, and what it has read.
+    """The position of a reader: a snapshot, and what it has read."""
 
-    Attributes:
-        snapshot: the latest one before all documents that are still needed.
-        documents: read in this pass; those since the snapshot are read again.
-        has_ended: whether there are no more.
-    """
-
-    snapshot: Snapshot = Snapshot()
-    documents: int = 0
-    has_ended: bool = False
+    snapshot: Snapshot = Snapshot()  # the latest one before all documents that are still needed
+    documents: int = 0  # read in this pass; those since the snapshot are read again
+    has_ended: bool = False  # whether there are no more
 
 
 class StreamReader:
-    """Reads one part of a stream. The constructor reads a row, in the calling thread.
-
-    Args:
-        number: number of this reader.
-        num_readers: number of all readers.
-        pass_number: number of the pass through the stream, counted from 0.
-        position: where it begins.
-
-    Attributes:
-        documents: read in this pass.
-        has_ended: whether the part has no more rows.
-        snapshot: the latest snapshot.
-        inputs: dtypes of further inputs of the model, by name; None until a row is read.
-        seconds: spent reading so far.
-        truncated: documents truncated so far.
-
-    Raises:
-        PackingError: the first row cannot be trained on, or draws at random.
-    """
+    """Reads one part of a stream. The constructor reads a row, in the calling thread. Raises PackingError if the first
+    row cannot be trained on, or draws at random."""
 
     def __init__(
         self,
         source: StreamSource,
         number: int,
         num_readers: int,
-        pass_number: int,
+        pass_number: int,  # number of the pass through the stream, counted from 0
         position: ReaderPosition = ReaderPosition(),
     ) -> None:
         self._source, self._name = source, f"reader {number} of {num_readers}"
         self._position = position
         self.documents, self._rows = position.snapshot.documents, position.snapshot.rows
         self.snapshot, self.has_ended = position.snapshot, False
+        # Dtypes of further inputs of the model, by name; None until a row is read.
         self.inputs: Mapping[str, np.dtype[Any]] | None = None
         self.seconds, self.truncated = 0.0, 0
         self._learnt: list[str] | None = None  # columns that say which tokens are learnt
@@ -142,11 +116,8 @@ class StreamReader:
         source.has_given_rows |= not self.has_ended
 
     def read_again(self) -> list[StreamDocument]:
-        """Reads the documents between the snapshot and the position.
-
-        Raises:
-            ConfigError: the stream was changed, and has others.
-        """
+        """Reads the documents between the snapshot and the position. Raises ConfigError if the stream was changed, and
+        has others."""
         found: list[StreamDocument] = []
         while self.documents < self._position.documents and not self.has_ended:
             found += self._read_row()
@@ -262,13 +233,8 @@ class StreamReader:
         return found
 
     def _parts(self, packed: Any, tokens: int, where: str) -> Iterable[tuple[int, int, int]]:
-        """Returns, for each part of the documents of a row, where its document begins in the row, its first token,
-        and its end.
-
-        Args:
-            packed: lengths of the documents; None if the row is one.
-            tokens: of the row.
-        """
+        """Returns, for each part of the documents of a row, where its document begins in the row, its first token, and
+        its end. `packed` are lengths of the documents; None if the row is one."""
         if packed is None and tokens <= self._source.longest_tokens:
             return [(0, 0, tokens)]
         lengths = np.atleast_1d(np.array(tokens if packed is None else packed))
@@ -311,7 +277,6 @@ def _checksum(values: Values) -> int:
 
 
 def _digest(states: Mapping[str, Any]) -> str:
-    """Returns a digest of the states of generators."""
     numpy_state = states["numpy"]
     of_torch = states.get("torch")
     digest = hashlib.blake2b(repr(states["python"]).encode())

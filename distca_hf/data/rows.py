@@ -78,30 +78,19 @@ Draws = Mapping[int, Values]
 
 @dataclass(frozen=True)
 class Reading:
-    """What to read from rows for one model, as its Trainer or loop would.
+    """What to read from rows for one model, as its Trainer or loop would."""
 
-    Attributes:
-        only: columns to look at; None: all that the dataset shows.
-        masks: when `MASK_COLUMNS` decide what is learnt.
-        inputs: names of the arguments of the model's forward pass; None if no model is known.
-        vocabulary_tokens: tokens that the model has embeddings for; None if no model is known.
-        unlearnt_token: a token that is never a label; None if all may be.
-        refused: columns that would change the loss, with what to do about them.
-    """
-
-    only: frozenset[str] | None = None
+    only: frozenset[str] | None = None  # columns to look at; None: all that the dataset shows
     masks: Literal["always", "without labels", "never"] = "always"
+    # Names of the arguments of the model's forward pass; None if no model is known.
     inputs: frozenset[str] | None = None
-    vocabulary_tokens: int | None = None
-    unlearnt_token: int | None = None
+    vocabulary_tokens: int | None = None  # tokens that the model has embeddings for; None if no model is known
+    unlearnt_token: int | None = None  # a token that is never a label; None if all may be
+    # Columns that would change the loss, with what to do about them.
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def looks_at(self, name: str, where: str = "") -> bool:
-        """Returns whether a column of this name counts.
-
-        Raises:
-            PackingError: it would change the loss.
-        """
+        """Returns whether a column of this name counts. Raises PackingError if it would change the loss."""
         if self.only is not None and name not in self.only:
             return False
         if name in self.refused:
@@ -110,11 +99,8 @@ class Reading:
 
     def check(self, names: Sequence[str], where: str = "") -> list[str]:
         """Returns which of these unknown columns of numbers are inputs of the model: a number per token, which travels
-        with its token.
-
-        Raises:
-            PackingError: a model or a loss may need another one of them, and a placed batch cannot hold it.
-        """
+        with its token. Raises PackingError if a model or a loss may need another one of them, and a placed batch
+        cannot hold it."""
         inputs = [name for name in names if name in (self.inputs or ()) and name not in OF_BATCHES]
         others = [name for name in names if name not in inputs]
         if not others:
@@ -148,18 +134,8 @@ def shown_columns(dataset: "Dataset") -> list[str]:
 
 
 class StoredRows:
-    """Rows as they are stored.
-
-    Attributes:
-        lengths: `[rows]` tokens.
-        documents: a list of document lengths per row, if rows hold several; None if each row is a document.
-        shown: columns that the dataset shows.
-        names: columns that are read.
-        inputs: dtypes of further inputs of the model, by name.
-
-    Raises:
-        PackingError: a column cannot be read, or columns of one row differ in length; names row and lengths.
-    """
+    """Rows as they are stored. Raises PackingError if a column cannot be read, or columns of one row differ in length;
+    names row and lengths."""
 
     def __init__(self, dataset: "Dataset", reading: Reading) -> None:
         self.shown = frozenset(shown_columns(dataset))
@@ -179,13 +155,14 @@ class StoredRows:
         }
         self.names = frozenset(self._columns)
         self.inputs: Mapping[str, np.dtype[Any]] = {name: self._columns[name].dtype for name in further}
+        # A list of document lengths per row, if rows hold several; None if each row is a document.
         self.documents = read_column(dataset, "seq_lengths") if "seq_lengths" in shown else None
         if "position_ids" in shown and self.documents is None:
             raise PackingError(
                 "the dataset has a column 'position_ids', as rows of several documents have; say which documents a "
                 "row holds in a column 'seq_lengths' (a list of lengths per row), or remove the column"
             )
-        self.lengths = lengths = self._columns["input_ids"].lengths
+        self.lengths = lengths = self._columns["input_ids"].lengths  # `[rows]` tokens
         # `length`, `input_ids` and each other column say how many tokens a row has. If two disagree, documents would
         # be cut at wrong tokens.
         announced = announced_lengths(dataset) if "length" in shown else None
@@ -207,17 +184,12 @@ class StoredRows:
 
 
 class ArrowColumn:
-    """A list column read straight from Arrow memory (usually a memory-mapped file).
+    """A list column read straight from Arrow memory (usually a memory-mapped file). Raises PackingError if the column
+    is not a list of integers per row.
 
     Args:
         row_of: stored row of each row; None if rows are in order.
         of_floats: whether the column may hold floating-point numbers.
-
-    Attributes:
-        dtype: of the values that are read.
-
-    Raises:
-        PackingError: the column is not a list of integers per row.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, row_of: IntArray | None, of_floats: bool = False) -> None:

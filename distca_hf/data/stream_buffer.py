@@ -37,35 +37,23 @@ def keys_of(reader: int, first: int, count: int) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class NewDocuments:
-    """What a reader has read since it was asked last.
+    """What a reader has read since it was asked last."""
 
-    Attributes:
-        tokens, checksums: `[documents]` of each document.
-        snapshot: taken after them; None if the reader took none.
-    """
-
+    # `[documents]` of each document.
     tokens: IntArray
     checksums: IntArray
     has_ended: bool
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | None = None  # taken after them; None if the reader took none
 
 
 @dataclass(frozen=True, eq=False)
 class BufferPosition:
-    """All that a buffer depends on, at the end of an optimizer step.
-
-    Attributes:
-        pass_number: number of the pass through the stream.
-        refills: how often readers were asked for documents in this pass.
-        readers: where each reader goes on.
-        keys: `[documents]` of the buffer, in order.
-        checksum: checksum of these documents.
-    """
+    """All that a buffer depends on, at the end of an optimizer step."""
 
     pass_number: int
-    refills: int
+    refills: int  # how often readers were asked for documents in this pass
     readers: tuple[ReaderPosition, ...]
-    keys: IntArray
+    keys: IntArray  # `[documents]` of the buffer, in order
     checksum: int
 
     @classmethod
@@ -97,11 +85,8 @@ class BufferPosition:
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_readers: int) -> Self:
-        """Reads what `fields` returned.
-
-        Raises:
-            ConfigError: a field is missing, has the wrong type or is out of range; names it.
-        """
+        """Reads what `fields` returned. Raises ConfigError if a field is missing, has the wrong type or is out of
+        range; names it."""
         positions = list_field("positions", state.get("positions"), MOST_READERS)
         readers = []
         for position in positions:
@@ -133,38 +118,27 @@ class BufferPosition:
 
 @dataclass(frozen=True, eq=False)
 class StepDocuments:
-    """The documents of one optimizer step, in micro-batches as they were packed.
+    """The documents of one optimizer step, in micro-batches as they were packed."""
 
-    Attributes:
-        keys, tokens, checksums: `[documents]`.
-        packed: micro-batches, with indices in these arrays.
-    """
-
+    # `[documents]`.
     keys: IntArray
     tokens: IntArray
     checksums: IntArray
-    packed: Epoch
+    packed: Epoch  # micro-batches, with indices in these arrays
 
 
 class StreamBuffer:
-    """Documents that are known and not yet in a micro-batch.
-
-    Args:
-        position: where it begins.
-        capacity_tokens: most tokens of a micro-batch.
-        buffer_tokens: readers read until the buffer holds so many tokens.
-        seed, shuffle: decide the order of new documents; without shuffling, readers alternate.
-        fits: see `EpochPacker`.
-    """
+    """Documents that are known and not yet in a micro-batch."""
 
     def __init__(
         self,
         position: BufferPosition,
-        capacity_tokens: int,
-        buffer_tokens: int,
+        capacity_tokens: int,  # most tokens of a micro-batch
+        buffer_tokens: int,  # readers read until the buffer holds so many tokens
+        # Decide the order of new documents; without shuffling, readers alternate.
         seed: int = 0,
         shuffle: bool = True,
-        fits: Fits | None = None,
+        fits: Fits | None = None,  # see `EpochPacker`
     ) -> None:
         self._start = position
         self._capacity_tokens, self._buffer_tokens = capacity_tokens, buffer_tokens
@@ -182,7 +156,6 @@ class StreamBuffer:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the pass is over."""
         return all(self._ended) and not len(self._keys)
 
     def share_tokens(self) -> int:
@@ -191,19 +164,14 @@ class StreamBuffer:
         return ceil_div(missing, going_on) if going_on and missing > 0 else 0
 
     def has_ended(self, reader: int) -> bool:
-        """Returns whether a reader has no more documents."""
         return self._ended[reader]
 
     def next_number(self, reader: int) -> int:
-        """Returns the number of the next document of a reader."""
         return self._read[reader]
 
     def restore(self, read_again: Sequence[NewDocuments]) -> None:
-        """Takes the documents that each reader read since its snapshot; keeps those that its position names.
-
-        Raises:
-            ConfigError: the stream has other documents now.
-        """
+        """Takes the documents that each reader read since its snapshot; keeps those that its position names. Raises
+        ConfigError if the stream has other documents now."""
         keys = [
             keys_of(number, position.snapshot.documents, len(read.tokens))
             for number, (position, read) in enumerate(zip(self._start.readers, read_again, strict=True))

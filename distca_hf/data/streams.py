@@ -58,11 +58,7 @@ def _has_state(dataset: object) -> TypeGuard[Stream]:
 
 
 def check_saves_position(stream: object) -> None:
-    """Checks that the position of a stream can be saved.
-
-    Raises:
-        PackingError: it cannot; says what to do.
-    """
+    """Checks that the position of a stream can be saved. Raises PackingError if it cannot; says what to do."""
     if not _has_state(stream):
         raise PackingError(
             f"{type(stream).__name__} is a stream whose position cannot be saved: it has no state_dict and "
@@ -77,18 +73,6 @@ class StreamSource:
     A `datasets.IterableDataset` is divided here. Any other stream is this rank's part already, with one reader per
     rank.
 
-    Args:
-        longest_tokens: most tokens of a document.
-        overlong: what to do with longer ones.
-        stay_whole: whether every document must fit on one rank.
-        shuffle: whether each pass asks the stream for another order (`set_epoch`).
-        skips_bad_rows: whether rows that cannot be trained on are left out, with a warning each.
-
-    Attributes:
-        is_divided_here: whether every rank was given the whole stream.
-        has_given_rows: whether this rank has read a row so far.
-        saves_position: whether the stream loses no rows when its state is loaded.
-
     Raises:
         PackingError: its position cannot be saved, or it was already divided; says what to do.
     """
@@ -100,12 +84,13 @@ class StreamSource:
         longest_tokens: int,
         overlong: OverlongPolicy = "error",
         stay_whole: bool = False,
-        shuffle: bool = True,
-        skips_bad_rows: bool = False,
+        shuffle: bool = True,  # whether each pass asks the stream for another order (`set_epoch`)
+        skips_bad_rows: bool = False,  # whether rows that cannot be trained on are left out, with a warning each
     ) -> None:
         import datasets
 
         check_saves_position(stream)
+        # Whether every rank was given the whole stream.
         self.is_divided_here = isinstance(stream, datasets.IterableDataset)
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
@@ -125,6 +110,7 @@ class StreamSource:
             # Python decodes images and sound, for which columns are known.
             decoded = any(is_media("", feature) for feature in (stream.features or {}).values())
             self._reads_tables = stream._ex_iterable.iter_arrow is not None and not decoded
+        # Whether the stream loses no rows when its state is loaded.
         self.saves_position = not _has_buffer(getattr(stream, "_ex_iterable", None))
         if not self.saves_position:
             log.info("the stream has a shuffle buffer: a resumed training reads it from the beginning of its pass")

@@ -68,19 +68,12 @@ class Tempered:
 
 
 class LayerSettings(NamedTuple):
-    """Settings of an attention layer in an enabled model.
+    """Settings of an attention layer in an enabled model."""
 
-    Attributes:
-        kernel: of local attention; a plan brings its own.
-        deterministic: whether gradients are bit-equal from run to run.
-        number: number of the layer in its model; `runtime.op.flash_attn` says why it is a tensor.
-        in_forward_pass: returns whether the enabled model is in a forward pass, which is watched.
-    """
-
-    kernel: str
+    kernel: str  # of local attention; a plan brings its own
     deterministic: bool
-    number: torch.Tensor
-    in_forward_pass: Callable[[], bool]
+    number: torch.Tensor  # number of the layer in its model; `runtime.op.flash_attn` says why it is a tensor
+    in_forward_pass: Callable[[], bool]  # returns whether the enabled model is in a forward pass, which is watched
 
     def __deepcopy__(self, memo: dict[int, object]) -> "LayerSettings":
         """Returns itself: copies of a model attend as the original does."""

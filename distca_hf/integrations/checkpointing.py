@@ -41,10 +41,7 @@ FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 REPLACED = "_distca_replaced"
 Checkpoint = functools.partial[object]
 # Operators whose outputs are saved: with a plan, and without.
-SAVED_OPERATORS = (
-    torch.ops.distca.flash_attn.default,
-    torch.ops.distca.flash_attn_local.default,
-)
+SAVED_OPERATORS = (torch.ops.distca.flash_attn.default, torch.ops.distca.flash_attn_local.default)
 
 
 def _policy(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -69,20 +66,14 @@ def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
 
 
 class RecomputedLayers:
-    """Finds the attention layers of one model that backward recomputes, and prepares checkpointing for them.
-
-    Args:
-        masks: of its attention layers; several of a layer that makes several attention calls.
-
-    Attributes:
-        again: indices of modules that recompute attention, among all that are or may be checkpointed.
-        regions: for each region that recomputes attention, the masks of its attention calls.
-    """
+    """Finds the attention layers of one model that backward recomputes, and prepares checkpointing for them. A layer
+    that makes several attention calls has several `masks`."""
 
     def __init__(self, masks: Mapping[nn.Module, Sequence[Mask]]) -> None:
         self._masks = masks
+        # Indices of modules that recompute attention, among all that are or may be checkpointed.
         self.again: list[int] = []
-        self.regions: Regions = ()
+        self.regions: Regions = ()  # for each region that recomputes attention, the masks of its attention calls
         self._modules: list[nn.Module] | None = None
         self._attributes: list[dict[str, object]] = []  # of these modules
         self._known: tuple[list[object], DistCAConfig, bool] | None = None
@@ -180,17 +171,9 @@ def _attending_again(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
-    """Makes checkpointed modules that recompute everything keep attention outputs, too.
-
-    Args:
-        on_host: whether inputs and attention outputs are kept in host memory.
-
-    Returns:
-        False if some of them cannot, because their checkpointing is reentrant.
-
-    Raises:
-        ConfigError: it waits on the host, and modules are compiled together with their checkpointing.
-    """
+    """Makes checkpointed modules that recompute everything keep attention outputs, too. With `on_host`, these and
+    inputs are kept in host memory. Returns False if some of them cannot, because their checkpointing is reentrant.
+    Raises ConfigError if it waits on the host, and modules are compiled together with their checkpointing."""
     if on_host and any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ConfigError(
             "checkpointed_attention='offload' cannot be compiled: torch.compile traces only its own kind of "
@@ -208,10 +191,7 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _checkpoint_on_host(function: Checkpoint, *args: object, context_fn: OffloadedLayers, **kwargs: object) -> object:
     """Runs a checkpointed region of which everything waits on the host. Breaks graphs of a compiled model.
-
-    Args:
-        context_fn: runs the region. It has this name because `context_fn` marks functions that do not attend again.
-    """
+    `context_fn` runs it: this name marks functions that do not attend again."""
     return context_fn.run(function, *args, **kwargs)
 
 

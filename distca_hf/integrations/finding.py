@@ -39,34 +39,26 @@ NOT_GIVEN = -1
 
 
 class Given(NamedTuple):
-    """Everything a batch says about its documents. An operator takes it field by field.
+    """Everything a batch says about its documents. An operator takes it field by field."""
 
-    Attributes:
-        batch_size, queries, keys: rows of the batch; queries and keys of each.
-        cu_seq_lens_q, cu_seq_lens_k: offsets of documents. They override everything else.
-        q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
-        cached: `q_offset` of a static cache, which counts it on its device.
-        padding: `[B, places]`, False for each place of a row that is padding; or as `all_places` returns it.
-        numbers: the same before it was made bool.
-        positions: of the queries.
-        goes_on: bool `[B, T - 1]`, True for each token in the same document as the token before it. It overrides
-            positions.
-        unseen: whether the batch may have positions that are not given here.
-    """
-
+    # Rows of the batch; queries and keys of each.
     batch_size: int
     queries: int
     keys: int
+    # Offsets of documents. They override everything else.
     cu_seq_lens_q: torch.Tensor | None
     cu_seq_lens_k: torch.Tensor | None
+    # Places of the first query and the first key in their row, tokens in a cache included.
     q_offset: int
     kv_offset: int
-    cached: torch.Tensor | None
+    cached: torch.Tensor | None  # `q_offset` of a static cache, which counts it on its device
+    # `[B, places]`, False for each place of a row that is padding; or as `all_places` returns it.
     padding: torch.Tensor | None
-    numbers: torch.Tensor | None
-    positions: torch.Tensor | None
+    numbers: torch.Tensor | None  # the same before it was made bool
+    positions: torch.Tensor | None  # of the queries
+    # bool `[B, T - 1]`, True for each token in the same document as the token before it. It overrides positions.
     goes_on: torch.Tensor | None
-    unseen: bool
+    unseen: bool  # whether the batch may have positions that are not given here
 
 
 def all_places(padding: torch.Tensor, places: int) -> torch.Tensor:
@@ -76,12 +68,9 @@ def all_places(padding: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def find_documents(device: torch.device, given: Given) -> Documents:
-    """Returns the documents that a batch holds, on a device.
-
-    Raises:
-        PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
-        UnsupportedAttentionError: nothing says whether rows hold several documents.
-    """
+    """Returns the documents that a batch holds, on a device. Raises PackingError if a document does not begin at
+    position 0, or a mask, positions or offsets do not fit; UnsupportedAttentionError if nothing says whether rows hold
+    several documents."""
     batch_size, queries, keys, positions = given.batch_size, given.queries, given.keys, given.positions
     # 1. Complete sources: offsets, and the function that Transformers made from packed positions.
     if given.cu_seq_lens_q is not None:
@@ -120,10 +109,7 @@ def find_documents(device: torch.device, given: Given) -> Documents:
 
 def _tokens(given: Given, filled: int, device: torch.device) -> torch.Tensor | None:
     """Returns bool `[B, S]`, False for keys that are padding or free places of a cache; None if all are tokens.
-
-    Args:
-        filled: number of filled places in a row, this pass included.
-    """
+    `filled` places of a row count, this pass included."""
     padding, begin, end = given.padding, given.kv_offset, given.kv_offset + given.keys
     if padding is None and filled >= end:
         return None
@@ -208,14 +194,8 @@ find_in_graph = define_op(_find_documents, _shapes)
 
 def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> Documents:
     """Returns documents divided into chunks of this length, or unchanged if it is None or no document is longer.
-
-    Args:
-        given: what the documents were found in.
-
-    Raises:
-        UnsupportedAttentionError: queries with a cache are beyond the first chunk: the cache may lack some of their
-            keys.
-    """
+    Raises UnsupportedAttentionError if queries with a cache are beyond the first chunk: the cache may lack some of
+    their keys."""
     if chunk_tokens is None:
         return documents
     first = given.q_offset if given.cached is None else int(given.cached)
@@ -225,9 +205,10 @@ def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> D
             f"{first + given.queries}: beyond the first chunk these are computed without a cache only. Set "
             "use_cache=False, or run this model without distca_hf"
         )
-    if documents.longest_keys <= chunk_tokens:
+    num_documents, _, longest_keys, *_ = documents.sizes.tolist()
+    if longest_keys <= chunk_tokens:
         return documents
-    offsets = documents.cu_seqlens_k[: int(documents.sizes[0]) + 1].tolist()
+    offsets = documents.cu_seqlens_k[: num_documents + 1].tolist()
     cut = [at for start, stop in pairwise(offsets) for at in range(start, stop, chunk_tokens)] + offsets[-1:]
     cut_offsets = documents.cu_seqlens_q.new_tensor(cut)
     spans = Spans(cut_offsets, cut_offsets, chunk_tokens, chunk_tokens)
@@ -240,11 +221,8 @@ def name_of(module: nn.Module) -> str:
 
 
 def stated_lengths(batch: Batch) -> IntArray | None:
-    """Returns lengths of the documents of a training batch, row after row; None if the batch is padded.
-
-    Raises:
-        PackingError: nothing says where documents begin, or offsets, positions and `seq_idx` disagree.
-    """
+    """Returns lengths of the documents of a training batch, row after row; None if the batch is padded. Raises
+    PackingError if nothing says where documents begin, or offsets, positions and `seq_idx` disagree."""
     lengths = document_lengths(batch)
     if lengths is None:
         return None
@@ -260,11 +238,8 @@ def stated_lengths(batch: Batch) -> IntArray | None:
 
 def lengths_and_rows(batch: Batch) -> tuple[IntArray, IntArray | None]:
     """Returns lengths of the documents of any batch, and the place of each of their tokens in the flattened batch;
-    None instead of places if documents fill all rows, one after the other.
-
-    Raises:
-        PackingError: offsets, positions, `seq_idx` and mask disagree, or a document does not begin at position 0.
-    """
+    None instead of places if documents fill all rows, one after the other. Raises PackingError if offsets, positions,
+    `seq_idx` and mask disagree, or a document does not begin at position 0."""
     lengths = document_lengths(batch)
     if lengths is not None:
         _check_seq_idx(batch, lengths)

@@ -49,35 +49,27 @@ KEYWORDS = ("kwargs", "flash_attn_kwargs")
 
 
 class RowMask:
-    """Stands in for an attention mask. Computes nothing until a layer asks; with a plan, none does.
-
-    Args:
-        shape: of the mask that it replaces, `[B, 1, T, S]`.
-        q_offset, kv_offset: places of the first query and the first key in their row, tokens in a cache included.
-        padding: False (or 0) for each place of a row that is padding; None if no mask was given.
-        numbers: the mask as given to the model, before it was made bool; None if unknown.
-        positions: of the queries, as given to Transformers; None if unknown.
-        packed: a function that lets a token see the one before it if both are in one document; None if there is none.
-        window_tokens: the most keys that a query sees; None if it sees all of its document.
-        chunked: whether documents are known to be divided into chunks of `window_tokens` instead.
-        refusal: why the mask is more than causal documents; None if it is not.
-    """
+    """Stands in for an attention mask. Computes nothing until a layer asks; with a plan, none does."""
 
     ndim = 4
 
     def __init__(
         self,
-        shape: tuple[int, int, int, int],
+        shape: tuple[int, int, int, int],  # of the mask that it replaces, `[B, 1, T, S]`
         device: torch.device,
+        # Places of the first query and the first key in their row, tokens in a cache included.
         q_offset: int | torch.Tensor = 0,
         kv_offset: int = 0,
+        # False (or 0) for each place of a row that is padding; None if no mask was given.
         padding: torch.Tensor | None = None,
+        # The mask as given to the model, before it was made bool; None if unknown.
         numbers: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,  # of the queries, as given to Transformers; None if unknown
+        # A function that lets a token see the one before it if both are in one document; None if there is none.
         packed: MaskFunction | None = None,
-        window_tokens: int | None = None,
-        chunked: bool = False,
-        refusal: str | None = None,
+        window_tokens: int | None = None,  # the most keys that a query sees; None if it sees all of its document
+        chunked: bool = False,  # whether documents are known to be divided into chunks of `window_tokens` instead
+        refusal: str | None = None,  # why the mask is more than causal documents; None if it is not
     ) -> None:
         self.shape, self.window_tokens, self.chunked, self.refusal = shape, window_tokens, chunked, refusal
         self._device, self._q_offset, self._kv_offset = device, q_offset, kv_offset
@@ -121,11 +113,8 @@ class RowMask:
 
     def __getitem__(self, places: tuple[slice, ...]) -> "RowMask":
         """Returns the mask of the last queries: layers of Gemma 4 that share keys leave out the others if nobody asks
-        for their logits.
-
-        Raises:
-            UnsupportedAttentionError: something else is asked for, or rows hold several documents.
-        """
+        for their logits. Raises UnsupportedAttentionError if something else is asked for, or rows hold several
+        documents."""
         batch_size, _, queries, keys = self.shape
         first, *rest = places[2].indices(queries)
         if places != (slice(None), slice(None), places[2], slice(None))[: len(places)] or rest != [queries, 1]:
@@ -186,10 +175,7 @@ class RowMask:
         return found
 
     def _all_given(
-        self,
-        position_ids: torch.Tensor | None,
-        cu_seq_lens_q: torch.Tensor | None,
-        cu_seq_lens_k: torch.Tensor | None,
+        self, position_ids: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None, cu_seq_lens_k: torch.Tensor | None
     ) -> Given:
         """Returns everything that the mask and a layer were given."""
         batch_size, _, queries, keys = self.shape
@@ -308,11 +294,7 @@ def _read_from_callers(asking: FrameType) -> tuple[torch.Tensor | None, torch.Te
 
 
 def passes_on_a_plan(asking: FrameType) -> bool:
-    """Returns whether the model that asks for a mask passes a plan on to layers that attend with it.
-
-    Args:
-        asking: frame of Transformers' function that asks.
-    """
+    """Returns whether the model that asks for a mask passes a plan on to layers that attend with it."""
     is_ours = getattr(asking.f_locals.get("config"), "_attn_implementation", None) == OURS
     frame: FrameType | None = asking if is_ours and any_known() else None
     while frame is not None:
@@ -325,11 +307,7 @@ def passes_on_a_plan(asking: FrameType) -> bool:
 
 
 def checked_mask(implementation: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Checks which tokens a model was given, then calls its mask function.
-
-    Args:
-        original: Transformers' mask function for this implementation; it gets all other arguments.
-    """
+    """Checks which tokens a model was given, then calls its mask function."""
     if not torch.compiler.is_compiling():
         check_callers(implementation, sys._getframe(1), "allow_is_bidirectional_skip" not in kwargs)
     return original(*args, **kwargs)
@@ -337,15 +315,8 @@ def checked_mask(implementation: str, original: Callable[..., Any], /, *args: An
 
 def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> None:
     """Checks that a model that asks for a mask knows the documents of its tokens. Skips passes of enabled models:
-    their hooks have checked them.
-
-    Args:
-        asking: frame of Transformers' function that asks for the mask.
-
-    Raises:
-        PlanError: the tokens belong to a placed batch.
-        PackingError: they belong to a pack, and nothing tells its documents apart.
-    """
+    their hooks have checked them. Raises PlanError if the tokens belong to a placed batch; PackingError if they belong
+    to a pack, and nothing tells its documents apart."""
     if not any_known() or asking.f_globals.get("__name__") != ASKING:
         return
     frames: list[FrameType] = []

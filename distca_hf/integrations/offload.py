@@ -66,29 +66,25 @@ class OnHost:
 
     def __init__(self, x: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
         self._like, self._shape, self._copies = x.new_empty(0), x.shape, copies
-        self._coming: _Copying | None = None
+        self.coming: _Copying | None = None  # the tensor on its way back to the device
         with _copying_on(copies, x.device):
             self._pieces = [_to_host(piece) for piece in _pieces(x)]
 
-    def is_coming(self) -> bool:
-        """Returns whether the tensor is on its way back to the device."""
-        return self._coming is not None
-
     def fetch(self) -> None:
         """Starts to copy the tensor back to its device, unless it is on its way."""
-        if self._coming is not None:
+        if self.coming is not None:
             return
         x = self._like.new_empty(self._shape)
         with _copying_on(self._copies, x.device):
             for piece, host in zip(_pieces(x), self._pieces, strict=True):
                 piece.copy_(host, non_blocking=True)
-        self._coming = _Copying(x, self._copies)
+        self.coming = _Copying(x, self._copies)
 
     def take(self) -> torch.Tensor:
         """Returns a tensor with the same numbers, on the original's device."""
         self.fetch()
-        assert self._coming is not None
-        x, self._coming = self._coming.arrived(), None
+        assert self.coming is not None
+        x, self.coming = self.coming.arrived(), None
         return x
 
 
@@ -125,12 +121,8 @@ class OffloadedLayers:
         return OffloadedLayers, ()
 
     def run(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Runs a checkpointed module in forward.
-
-        Args:
-            function: like `torch.utils.checkpoint.checkpoint`, not reentrant.
-            args, kwargs: passed on to `function`.
-        """
+        """Runs a checkpointed module in forward. `function` is like `torch.utils.checkpoint.checkpoint`, not
+        reentrant."""
         self.settle()
         region = HostRegion(self)
         self._regions = [known for known in self._regions if known() is not None]  # others have run backward
@@ -149,11 +141,8 @@ class OffloadedLayers:
         return host
 
     def settle(self) -> None:
-        """Lets go of tensors whose copies to the host have started; kernels to come wait for these copies.
-
-        Raises:
-            RuntimeError: one of them was changed in place.
-        """
+        """Lets go of tensors whose copies to the host have started; kernels to come wait for these copies. Raises
+        RuntimeError if one of them was changed in place."""
         leaving, self._leaving = self._leaving, []
         for copying in leaving:
             copying.check_unchanged()
@@ -188,12 +177,11 @@ class HostRegion:
         return self._inputs[-1]
 
     def take_input(self, saved: tuple[torch.Tensor, int] | OnHost) -> torch.Tensor:
-        """Returns an input on the device."""
         if isinstance(saved, tuple):
             x, version = saved
             check_unchanged(x, version)
             return x
-        if not saved.is_coming():
+        if saved.coming is None:
             self.fetch()
         return saved.take()
 
@@ -208,7 +196,6 @@ class HostRegion:
             host.fetch()
 
     def begin(self, recomputes: bool) -> None:
-        """See `Region`."""
         self._taken = 0
         if recomputes:
             self._fetch_before_if_all_taken()

@@ -46,12 +46,8 @@ def hopper_cache_bytes(device: torch.device) -> int:
 
 
 class Flash4Kernel:
-    """FlashAttention 4, compiled when first used: about four seconds per variant.
-
-    Args:
-        interface: the package's module `flash_attn.cute.interface`.
-        cache_bytes: returns the bytes of a device's L2 cache; 0 leaves all calls as the package makes them.
-    """
+    """FlashAttention 4, compiled when first used: about four seconds per variant. `cache_bytes` returns the bytes of a
+    device's L2 cache; 0 leaves all calls as the package makes them."""
 
     def __init__(self, interface: ModuleType, cache_bytes: Callable[[torch.device], int] = hopper_cache_bytes) -> None:
         self._forward = interface._flash_attn_fwd
@@ -160,11 +156,7 @@ def query_row_bytes(head_dim: int, value_dim: int, element_bytes: int) -> int:
 def kv_heads_of_short_calls(key_rows: int, heads: int, kv_heads: int) -> int | None:
     """Returns the most KV heads of a call whose blocks of keys stay together; None if all of them may be in one call.
 
-    A call has at least one KV head, with all of its query heads.
-
-    Args:
-        key_rows: of all tasks.
-        heads, kv_heads: query heads and KV heads of all calls together.
+    A call has at least one KV head, with all of its query heads. Heads are of all calls together.
     """
     kv_heads_of_a_call = max(1, SHORT_CALL_HEAD_ROWS * kv_heads // (key_rows * heads))
     return None if kv_heads_of_a_call >= kv_heads else kv_heads_of_a_call
@@ -184,9 +176,6 @@ class FfpaKernel:
 
     Elsewhere backward is another function, which leaves the gradients of a causal task zero if the task has more keys
     than queries. So `kernels.registry` takes this kernel on Hopper only.
-
-    Args:
-        interface: the package's module `ffpa_attn.cute`.
     """
 
     def __init__(self, interface: ModuleType) -> None:

@@ -46,22 +46,16 @@ class AttentionSpec(NamedTuple):
         False    w               p - w + 1 ... the last one    a key; with more queries than keys some p are negative
 
     so every query attends to a key. Keys before the first one do not count.
-
-    Attributes:
-        scale: factor of the scores.
-        causal: whether keys after a query's place are hidden.
-        window_tokens: keys up to and including a query's place that it attends to; 0 if there is no sliding window.
-        softcap: scores become softcap * tanh(score / softcap); 0 leaves them unchanged.
-        deterministic: gradients are bit-equal from run to run.
-        chunked: the window is a chunk of a document (`Mask`). Only layers attend so: kernels get tasks that are cut at
-            the beginnings of chunks.
     """
 
-    scale: float
-    causal: bool = True
+    scale: float  # factor of the scores
+    causal: bool = True  # whether keys after a query's place are hidden
+    # Keys up to and including a query's place that it attends to; 0 if there is no sliding window.
     window_tokens: int = 0
-    softcap: float = 0.0
-    deterministic: bool = False
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 leaves them unchanged
+    deterministic: bool = False  # gradients are bit-equal from run to run
+    # The window is a chunk of a document (`Mask`). Only layers attend so: kernels get tasks that are cut at the
+    # beginnings of chunks.
     chunked: bool = False
 
 
@@ -82,11 +76,8 @@ def mask_of(spec: AttentionSpec) -> Mask:
 
 @lru_cache(maxsize=256)
 def before_queries(spec: AttentionSpec, window_tokens: int = 0) -> AttentionSpec:
-    """Returns the spec of calls whose keys all come before their queries.
-
-    Args:
-        window_tokens: last keys that the last query attends to, and each query before it one more; 0 for all keys.
-    """
+    """Returns the spec of calls whose keys all come before their queries. The last query attends to the last
+    `window_tokens` keys, and each query before it to one more; 0 for all keys."""
     return spec._replace(causal=False, window_tokens=window_tokens)
 
 
@@ -110,15 +101,12 @@ def made_deterministic(spec: AttentionSpec) -> AttentionSpec:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Tasks of one varlen call: task i has query rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`.
+    """Tasks of one varlen call: task i has rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`."""
 
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int32 offsets, on the device of the tensors.
-        max_seqlen_q, max_seqlen_k: rows of the longest task.
-    """
-
+    # `[tasks + 1]` int32 offsets, on the device of the tensors.
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
+    # Rows of the longest task.
     max_seqlen_q: int
     max_seqlen_k: int
 
@@ -219,11 +207,7 @@ class Kernel(Protocol):
     """Attention of all tasks of a call."""
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        """Computes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs).
-
-        Args:
-            room: for the results; by default they are new and contiguous.
-        """
+        """Computes attention output and log-sum-exp (natural, of scaled scores; fp32, fp64 for fp64 inputs)."""
         ...
 
     def backward(
@@ -243,12 +227,9 @@ def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:
 def empty_layer_outputs(
     q_TNH: torch.Tensor, v_SGV: torch.Tensor, head_by_head: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns room for the results of a layer: `[T, N, V]` output and `[T, N]` log-sum-exp.
-
-    Args:
-        head_by_head: the log-sum-exp is `[N, T]` in memory, as kernels write and read it. If rows of it are sent, the
-            heads of a row must follow each other instead.
-    """
+    """Returns room for the results of a layer: `[T, N, V]` output and `[T, N]` log-sum-exp. `head_by_head` makes the
+    log-sum-exp `[N, T]` in memory, as kernels write and read it. If rows of it are sent, the heads of a row must
+    follow each other instead."""
     rows, heads, _ = q_TNH.shape
     dtype, device = q_TNH.dtype, q_TNH.device
     strides = (1, max(1, rows)) if head_by_head else (heads, 1)
@@ -287,11 +268,8 @@ def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
 
 
 def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
-    """Returns the elements of a row of each part that is copied.
-
-    Raises:
-        ValueError: rows of sources and targets differ.
-    """
+    """Returns the elements of a row of each part that is copied. Raises ValueError if rows of sources and targets
+    differ."""
     rows, places = ([shape for shape, *_ in kinds] for kinds in (sources, targets))
     widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
     same = rows == places if len(rows) == len(places) else sum(widths) == sum(room)

@@ -48,17 +48,11 @@ FLASH4_ALIGNED_BYTES = 16
 
 
 class Launch(NamedTuple):
-    """A launch of a compiled kernel.
-
-    Attributes:
-        kernel: the compiled kernel.
-        arguments: its arguments; None in place of tensors.
-        tensors: place among the arguments, and number, of each tensor.
-    """
+    """A launch of a compiled kernel."""
 
     kernel: Callable[..., object]
-    arguments: Sequence[object]
-    tensors: Sequence[tuple[int, int]]
+    arguments: Sequence[object]  # its arguments; None in place of tensors
+    tensors: Sequence[tuple[int, int]]  # place among the arguments, and number, of each tensor
 
 
 class Launches(NamedTuple):
@@ -78,12 +72,8 @@ class Launches(NamedTuple):
 
 
 class RecordedCalls:
-    """Records calls of a package's functions, and repeats them.
-
-    Args:
-        package: module whose functions keep compiled kernels in their attribute `compile_cache`. Without such
-            functions nothing is recorded.
-    """
+    """Records calls of a package's functions, and repeats them. They keep compiled kernels in their attribute
+    `compile_cache`. Without such functions nothing is recorded."""
 
     # Shared by all instances: they replace attributes of the same functions.
     _recording = threading.Lock()

@@ -29,41 +29,27 @@ WINDOWS = frozenset({"window_tokens", "one_sided_window"})
 
 @dataclass(frozen=True)
 class Lack:
-    """Options that a kernel does not compute on some GPUs for large head dimensions.
-
-    Attributes:
-        compute_capability: GPU generations (major version).
-        above_head_dim: largest dimension for which it computes them.
-    """
+    """Options that a kernel does not compute on some GPUs for large head dimensions."""
 
     options: frozenset[str]
-    compute_capability: tuple[int, ...]
-    above_head_dim: int
+    compute_capability: tuple[int, ...]  # GPU generations (major version)
+    above_head_dim: int  # largest dimension for which it computes them
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Limits of a kernel; `refusal` says why it cannot compute for given tensors.
+    """Limits of a kernel; `refusal` says why it cannot compute for given tensors."""
 
-    Attributes:
-        device_type: "cpu", "cuda", or None for any.
-        dtypes: input dtypes.
-        min_head_dim, max_head_dim, head_dim_multiple: limits of both head dimensions (max_head_dim None: no limit).
-        equal_dims: value and key dimension must be the same.
-        compute_capability: GPU generations (major version), None for any.
-        options: names of the `OPTIONS` that it computes.
-        lacks: exceptions to `options`.
-    """
-
-    device_type: str | None
+    device_type: str | None  # "cpu", "cuda", or None for any
     dtypes: tuple[torch.dtype, ...]
+    # Limits of both head dimensions (max_head_dim None: no limit).
     min_head_dim: int = 1
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     equal_dims: bool = False
-    compute_capability: tuple[int, ...] | None = None
-    options: frozenset[str] = frozenset()
-    lacks: tuple[Lack, ...] = ()
+    compute_capability: tuple[int, ...] | None = None  # GPU generations (major version), None for any
+    options: frozenset[str] = frozenset()  # names of the `OPTIONS` that it computes
+    lacks: tuple[Lack, ...] = ()  # exceptions to `options`
 
     def refusal(self, operands: "Operands", spec: AttentionSpec) -> str | None:
         """Returns why the kernel cannot attend with these operands as `spec` says, or None if it can."""
@@ -112,7 +98,6 @@ class Operands:
 
     @classmethod
     def of(cls, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor) -> "Operands":
-        """Returns the operands of a call on these tensors."""
         capability = torch.cuda.get_device_capability(q_TNH.device)[0] if q_TNH.is_cuda else None
         return cls(
             device_type=q_TNH.device.type,
@@ -242,10 +227,8 @@ def kernel_name(kernel: Kernel) -> str:
 def choose_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
     """Returns the kernel called `name`; for "auto" the first of the table that can compute the operands.
 
-    A kernel is tried on a few tokens when it is first chosen. "auto" takes the reference only on a CPU.
-
-    Args:
-        spec: how to attend; all kernels take any scale, can be deterministic, and take all windows or none.
+    A kernel is tried on a few tokens when it is first chosen. "auto" takes the reference only on a CPU. All kernels
+    take any scale, can be deterministic, and take all windows or none.
 
     Raises:
         UnsupportedAttentionError: the kernel, or with "auto" every kernel, cannot compute them; names the options with
@@ -300,12 +283,8 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
 
 
 def why_not(name: KernelName, operands: Operands, spec: AttentionSpec) -> str | None:
-    """Returns why "auto" does not take a kernel for a layer; None if it takes it once it is installed and runs.
-
-    Args:
-        name: of the table.
-        operands, spec: of a call; the device need not be there.
-    """
+    """Returns why "auto" does not take a kernel for a layer; None if it takes it once it is installed and runs. The
+    device of `operands` need not be there."""
     reason = _refusal(KERNELS[name], operands, spec)
     if reason is None and operands.num_heads % operands.num_kv_heads:
         return f"has {operands.num_heads} query heads, which are not a multiple of {operands.num_kv_heads} KV heads"

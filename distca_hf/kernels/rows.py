@@ -59,11 +59,8 @@ def prepare_copy(
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
 ) -> CopyRows:
-    """Returns a function that does `copy_rows` with these rows and places, on tensors like these.
-
-    Raises:
-        ValueError: as `copy_rows`.
-    """
+    """Returns a function that does `copy_rows` with these rows and places, on tensors like these. Raises the errors of
+    `copy_rows`."""
     if rows is None and places is None:
         raise ValueError("neither rows nor places were given: copy whole tensors with copy_")
     count = _num_rows(sources, rows)
@@ -104,20 +101,14 @@ def _parts(tensors: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch
 
 @dataclass(frozen=True, eq=False)
 class RowSums:
-    """Which rows to add to which. No row occurs twice within one part.
+    """Which rows to add to which. No row occurs twice within one part."""
 
-    Attributes:
-        rows: `[shared]` rows to add to.
-        own_rows, own_in_shared: `[own]` rows of the first part, and the places in `rows` to add them to.
-        returned_in_shared: `[returned]` the place in `rows` to add each returned row to.
-        parts: consecutive returned rows of each rank; added by rank, after the first part.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # `[shared]` rows to add to
+    # `[own]` rows of the first part, and the places in `rows` to add them to.
     own_rows: torch.Tensor
     own_in_shared: torch.Tensor
-    returned_in_shared: torch.Tensor
-    parts: tuple[slice, ...]
+    returned_in_shared: torch.Tensor  # `[returned]` the place in `rows` to add each returned row to
+    parts: tuple[slice, ...]  # consecutive returned rows of each rank; added by rank, after the first part
 
     @cached_property
     def order(self) -> torch.Tensor:
@@ -142,10 +133,7 @@ class RowSums:
 def prepare_add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> AddRows:
     """Returns a function of tensors like these that adds own rows, then returned ones, to rows of `target`, in
     max(fp32, dtype). All are `[rows, ...]` with rows of one shape. They need not be contiguous, but each row must be.
-
-    Raises:
-        ValueError: on a GPU, a row is not contiguous.
-    """
+    Raises ValueError if a row on a GPU is not contiguous."""
     if not sums.rows.shape[0]:
         return lambda target, own, returned: None
     if has_fused_kernels(target):
@@ -183,17 +171,10 @@ def merge_rows(
 
 
 def prepare_merge(
-    out_TNV: torch.Tensor,
-    lse_TN: torch.Tensor,
-    other_out_RNV: torch.Tensor,
-    other_lse_NR: torch.Tensor,
-    start: int,
+    out_TNV: torch.Tensor, lse_TN: torch.Tensor, other_out_RNV: torch.Tensor, other_lse_NR: torch.Tensor, start: int
 ) -> MergeRows:
-    """Returns a function that does `merge_rows` from row `start` on, on tensors like these.
-
-    Raises:
-        ValueError: as `merge_rows`.
-    """
+    """Returns a function that does `merge_rows` from row `start` on, on tensors like these. Raises the errors of
+    `merge_rows`."""
     stop = start + other_out_RNV.shape[0]
     if stop > out_TNV.shape[0]:
         raise ValueError(f"cannot add attention of rows {start} to {stop} to that of {out_TNV.shape[0]} rows")
@@ -214,11 +195,7 @@ def prepare_merge(
 
 
 def add_sinks(out_TNV: torch.Tensor, lse_TN: torch.Tensor, sinks_N: torch.Tensor) -> None:
-    """Adds sinks to complete rows, in place.
-
-    Args:
-        sinks_N: in any floating dtype; sums are in the dtype of log-sum-exps.
-    """
+    """Adds sinks, in any floating dtype, to complete rows in place. Sums are in the dtype of log-sum-exps."""
     total_TN = torch.logaddexp(lse_TN, sinks_N.to(lse_TN.dtype))
     scale_rows(out_TNV, lse_TN, total_TN, out_TNV)
     lse_TN.copy_(total_TN)

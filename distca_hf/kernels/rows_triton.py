@@ -160,11 +160,7 @@ def _add_row(  # type: ignore[no-untyped-def]
 def prepare_add_on_gpu(
     target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, index: tuple[torch.Tensor, ...]
 ) -> AddRows:
-    """Does `prepare_add`; sums in fp32.
-
-    Args:
-        index: `rows`, `own_of_shared`, `order` and `offsets` of `RowSums`.
-    """
+    """Does `prepare_add`; sums in fp32. `index` has `rows`, `own_of_shared`, `order` and `offsets` of `RowSums`."""
     _check_rows("add", kinds_of_rows((target, own, returned)))
     strides = target.stride(0), own.stride(0), returned.stride(0)
     dtypes = target.dtype, own.dtype, returned.dtype

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner, StepShape
 from distca_hf.cost import CAUSAL_LAYERS, Cost, LayerMasks
-from distca_hf.data.accumulation import MicroStep, SteppedEpoch
-from distca_hf.data.epochs import Epoch, Fits
+from distca_hf.data.accumulation import Divide, MicroStep
+from distca_hf.data.epochs import Fits
 from distca_hf.errors import ConfigError
 from distca_hf.flops import PassCosts
 from distca_hf.pipelines.schedules import Parts, Schedule, Seconds
@@ -56,7 +56,6 @@ class Pipeline(Parts, StepShape):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Stages and chunks."""
         return self.num_stages, self.chunks
 
     def check_grid(self, grid: "Grid") -> None:
@@ -71,44 +70,15 @@ class Pipeline(Parts, StepShape):
                 "both the same number"
             )
 
-    def shaped(
-        self, planner: PlacedPlanner, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int
-    ) -> SteppedEpoch:
-        """Returns the epoch, with every optimizer step's documents divided such that stages hardly wait."""
-        return ShapedEpoch(planner, Schedule(self, micro_steps), epoch, document_tokens, micro_steps, steps_from)
+    def division(self, planner: PlacedPlanner, micro_steps: int) -> Divide:
+        schedule = Schedule(self, micro_steps)
 
+        def divide_step(document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
+            work = work_of_documents(document_tokens, planner.layer_masks)
+            of_stage = planner.num_ranks, planner.config.tokens_per_rank, planner.costs, planner.fits
+            return list(map(MicroStep, shape_step(document_tokens, work, as_packed, schedule, *of_stage)))
 
-class ShapedEpoch(SteppedEpoch):
-    """An epoch whose optimizer steps are shaped for a pipeline.
-
-    Args:
-        planner: of the ranks of a stage.
-        schedule: of the operations of a step.
-        epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
-    """
-
-    def __init__(
-        self,
-        planner: PlacedPlanner,
-        schedule: Schedule,
-        epoch: Epoch,
-        document_tokens: IntArray,
-        micro_steps: int,
-        steps_from: int,
-    ) -> None:
-        super().__init__(epoch, document_tokens, micro_steps, steps_from)
-        self._planner, self._schedule = planner, schedule
-
-    def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
-        planner = self._planner
-        groups = shape_step(
-            document_tokens,
-            work_of_documents(document_tokens, planner.layer_masks),
-            as_packed,
-            self._schedule,
-            *(planner.num_ranks, planner.config.tokens_per_rank, planner.costs, planner.fits),
-        )
-        return [MicroStep(documents) for documents in groups]
+        return divide_step
 
 
 def divide(
@@ -176,10 +146,8 @@ def _make_room(
     """Returns the documents of each micro-batch, after making room for documents that had none.
 
     In a full step the remaining room is scattered over micro-batches. One of them collects it by exchanging longer
-    documents for shorter ones of the others.
-
-    Args:
-        group_of: `[documents]` micro-batch of each document; `micro_batches` if none had room.
+    documents for shorter ones of the others. In `group_of` these have the number of micro-batches instead of one of
+    them.
 
     Returns:
         None if some document still does not fit.
@@ -246,19 +214,15 @@ def shape_step(
     costs: PassCosts,
     fits: Fits | None = None,
 ) -> list[IntArray]:
-    """Divides the documents of an optimizer step among its micro-batches, and orders these.
+    """Divides the documents of an optimizer step among its micro-batches, and orders these. Returns `[micro_batches]`
+    ascending indices of documents; every document is in one of them.
 
     Args:
-        document_tokens: `[documents]` lengths.
         document_work: `[documents]` int64 attended pairs, means over the layers of the model.
         as_packed: documents of each micro-batch, as indices: a division that fits.
-        schedule: order of operations, for as many micro-batches.
         num_ranks: ranks of a stage, which share each micro-batch with equal work.
         tokens_per_rank: rows of a rank, including padding.
         fits: which documents of a micro-batch have room, if ranks hold whole ones; by default all.
-
-    Returns:
-        `[micro_batches]` ascending indices of documents; every document is in one of them.
     """
     assert len(as_packed) == schedule.micro_batches, "epochs for pipelines have whole steps"
     divisions = [as_packed]
@@ -279,20 +243,14 @@ def shape_step(
 
 
 def simulate(
-    schedule: Schedule,
-    work: NDArray[Any],
-    num_ranks: int,
-    tokens_per_rank: int,
-    costs: PassCosts,
+    schedule: Schedule, work: NDArray[Any], num_ranks: int, tokens_per_rank: int, costs: PassCosts
 ) -> Seconds:
-    """Simulates optimizer steps whose micro-batches have equal work on all ranks of a stage.
+    """Simulates optimizer steps whose micro-batches have equal work on all ranks of a stage. Returns `[...]` float64
+    seconds.
 
     Args:
         work: `[..., micro_batches]` attended pairs of all ranks of a stage together.
         num_ranks, tokens_per_rank, costs: as for `shape_step`.
-
-    Returns:
-        `[...]` float64 seconds.
     """
     pairs = work / num_ranks
     forward = tokens_per_rank * costs.forward.token_seconds + pairs * costs.forward.pair_seconds

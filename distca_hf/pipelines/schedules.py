@@ -38,10 +38,6 @@ GATHERED_PARTS = 3
 class Parts:
     """Parts of a model in a pipeline.
 
-    Attributes:
-        num_stages: stages, each of them a group of ranks that hold the same layers.
-        chunks: parts of the model on each stage. With 1 stages run 1F1B, with more interleaved 1F1B.
-
     Raises:
         ConfigError: fewer than two stages, or fewer than one chunk.
     """
@@ -61,12 +57,8 @@ class Parts:
         return self.num_stages * self.chunks
 
     def check(self, micro_steps: int, num_layers: int | None = None) -> None:
-        """Checks that the schedule can run.
-
-        Raises:
-            ConfigError: there are fewer micro-batches than stages, or with interleaving not a multiple of them; or
-                more parts than layers.
-        """
+        """Checks that the schedule can run. Raises ConfigError if there are fewer micro-batches than stages, or with
+        interleaving not a multiple of them; or more parts than layers."""
         if micro_steps < self.num_stages:
             raise ConfigError(
                 f"{micro_steps} micro-batches per optimizer step do not fill a pipeline of {self.num_stages} stages; "
@@ -85,7 +77,6 @@ class Parts:
             )
 
     def part_of(self, stage: int, chunk: int) -> int:
-        """Returns the part that is this chunk of a stage."""
         return chunk * self.num_stages + stage
 
     def place_of(self, part: int) -> tuple[int, int]:
@@ -152,18 +143,14 @@ def _interleaved(pipeline: Parts, stage: int, micro_batches: int) -> Iterator[Op
 
 
 class Queues(StrEnum):
-    """Which transfers run one after the other, if chunks are interleaved.
+    """Which transfers run one after the other, if chunks are interleaved."""
 
-    Attributes:
-        NONE: none: gloo.
-        PAIRS: transfers of a pair of stages: NCCL with torch 2.12 and later, which posts sends and receives singly.
-            Each pair of ranks has its own stream.
-        STAGES: transfers of a stage: NCCL with torch 2.11, which posts batches of one; any torch, if the process group
-            is bound to a device. All transfers of a rank are in the stream of the group.
-    """
-
-    NONE = "none"
+    NONE = "none"  # none: gloo
+    # Transfers of a pair of stages: NCCL with torch 2.12 and later, which posts sends and receives singly. Each pair
+    # of ranks has its own stream.
     PAIRS = "pairs"
+    # Transfers of a stage: NCCL with torch 2.11, which posts batches of one; any torch, if the process group is bound
+    # to a device. All transfers of a rank are in the stream of the group.
     STAGES = "stages"
 
 
@@ -186,31 +173,19 @@ def _turns(operations: Sequence[Operation]) -> Iterator[Operation | None]:
 
 
 class Action(NamedTuple):
-    """An operation, and the transfer of its result.
-
-    Attributes:
-        stage: on which it runs.
-        receiver: the operation that needs the result on another stage, if there is one.
-        target: that stage.
-        queues: numbers of the transfer's queues.
-    """
+    """An operation, and the transfer of its result."""
 
     stage: int
     operation: Operation
-    receiver: Operation | None
+    receiver: Operation | None  # the operation that needs the result on another stage, if there is one
     target: int
-    queues: tuple[int, ...]
+    queues: tuple[int, ...]  # numbers of the transfer's queues
 
 
 class Schedule:
-    """All operations and transfers of an optimizer step, each after everything that it waits for.
-
-    Args:
-        queues: which transfers wait for each other, with more than one chunk.
-
-    Raises:
-        ConfigError: the schedule cannot run, see `Parts.check`.
-    """
+    """All operations and transfers of an optimizer step, each after everything that it waits for. With more than one
+    chunk, transfers in a queue wait for each other. Raises ConfigError if the schedule cannot run, see
+    `Parts.check`."""
 
     def __init__(self, pipeline: Parts, micro_batches: int, queues: Queues = Queues.PAIRS) -> None:
         pipeline.check(micro_batches)
@@ -219,7 +194,6 @@ class Schedule:
 
     @cached_property
     def stages(self) -> list[list[Operation]]:
-        """Operations of each stage."""
         numbers = range(self.pipeline.num_stages)
         return [operations_of(self.pipeline, stage, self.micro_batches) for stage in numbers]
 
@@ -261,15 +235,13 @@ class Schedule:
 
     def step_seconds(self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0) -> Seconds:
         """Simulates an optimizer step: every stage runs its operations in order, each as soon as its input is there.
+        Returns `[...]` float64 seconds until all stages have ended.
 
         Args:
             forward_seconds, backward_seconds: `[..., micro_batches]` float64 seconds of a micro-batch in all layers of
                 the model, of which every part has as many, on one rank of a stage. Leading dimensions are steps that
                 are simulated side by side.
             hop_seconds: seconds for activations, or their gradients, from one stage to another.
-
-        Returns:
-            `[...]` float64 seconds until all stages have ended.
         """
         shares = np.full((self.pipeline.num_parts, 1), 1 / self.pipeline.num_parts)
         forward, backward = (seconds[..., np.newaxis, :] * shares for seconds in (forward_seconds, backward_seconds))
@@ -278,15 +250,13 @@ class Schedule:
     def step_seconds_of_parts(
         self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0
     ) -> Seconds:
-        """Simulates an optimizer step as `step_seconds` does, with separate times of each part.
+        """Simulates an optimizer step as `step_seconds` does, with separate times of each part. Returns `[...]`
+        float64 seconds until all stages have ended.
 
         Args:
             forward_seconds, backward_seconds: `[..., parts, micro_batches]` float64 seconds of a micro-batch in each
                 part, on one rank of its stage. Leading dimensions are steps that are simulated side by side.
             hop_seconds: as for `step_seconds`.
-
-        Returns:
-            `[...]` float64 seconds until all stages have ended.
         """
         passes = (backward_seconds, forward_seconds)
         idle = np.zeros(forward_seconds.shape[:-2])

@@ -28,16 +28,11 @@ from distca_hf.runtime.retention import Kept
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """Local and prefix calls of a layer. Their `heads` count KV heads, whereas calls of a routing count head groups.
-
-    Attributes:
-        early, late: local calls.
-        prefix: prefix calls of each chunk.
-    """
+    """Local and prefix calls of a layer. Their `heads` count KV heads; calls of a routing count head groups."""
 
     early: tuple[DeviceCall, ...]
     late: tuple[DeviceCall, ...]
-    prefix: tuple[tuple[DeviceCall, ...], ...]
+    prefix: tuple[tuple[DeviceCall, ...], ...]  # prefix calls of each chunk
 
     @classmethod
     def of(cls, routing: DeviceRouting, kv_heads: int, *, rows_come: bool, results_leave: bool) -> "LayerCalls":
@@ -86,31 +81,21 @@ LayerKey = Hashable
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AlikeLayers:
-    """Layers whose tensors have the same dtypes, shapes, strides and devices, and that attend alike.
+    """Layers whose tensors have the same dtypes, shapes, strides and devices, and that attend alike."""
 
-    Attributes:
-        spec: how they attend; without a window if no document of the micro-batch is longer than it.
-        kernel: kernel that attends.
-        kind: the layers with their mask.
-        kv_heads: heads of keys and values.
-        calls: kernel calls of forward.
-        whole_call: the only local call of forward if it reads and writes all rows and heads, and no results come from
-            other ranks; otherwise None.
-        forward_kv, backward_kv: how rows of keys and values travel.
-        forward_calls: kernel calls of forward, prepared by the first layer.
-        nothing: empty tensors, for a layer that keeps nothing from other ranks.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # how they attend; without a window if no document of the micro-batch is longer than it
     kernel: Kernel
     kind: LayerKind
     kv_heads: int
-    calls: LayerCalls
+    calls: LayerCalls  # kernel calls of forward
+    # The only local call of forward if it reads and writes all rows and heads, and no results come from other ranks;
+    # otherwise None.
     whole_call: DeviceCall | None
+    # How rows of keys and values travel.
     forward_kv: PreparedKV
     backward_kv: PreparedKV
-    forward_calls: PreparedCalls[PreparedForward]
-    nothing: Kept
+    forward_calls: PreparedCalls[PreparedForward]  # kernel calls of forward, prepared by the first layer
+    nothing: Kept  # empty tensors, for a layer that keeps nothing from other ranks
     _prepared_backward: dict[Hashable, PreparedCalls[PreparedBackward]] = field(default_factory=dict)
     _backward_calls: dict[bool, LayerCalls] = field(default_factory=dict)
 
@@ -159,14 +144,7 @@ def _prepared_kv(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRoutin
 
 
 class LayerLookup:
-    """Kinds of layers, kernels and alike layers of one planned micro-batch.
-
-    Args:
-        kinds: the layers by their masks.
-        kernel: setting of this name.
-        rank_name: for messages.
-        posted: see `Planned`.
-    """
+    """Kinds of layers, kernels and alike layers of one planned micro-batch."""
 
     def __init__(self, kinds: LayerKinds, kernel: KernelName, rank_name: str, posted: Posted | None = None) -> None:
         self.kinds, self.posted = kinds, posted
@@ -200,12 +178,8 @@ class LayerLookup:
         spec: AttentionSpec,
         where: str = "no layer yet",
     ) -> Kernel:
-        """Checks that these tensors fit the plan, and returns the kernel for them.
-
-        Raises:
-            PlanError: they do not fit.
-            UnsupportedAttentionError: no kernel exists for them.
-        """
+        """Checks that these tensors fit the plan, and returns the kernel for them. Raises PlanError if they do not
+        fit; UnsupportedAttentionError if no kernel exists for them."""
         q, k, v = q_TNH, k_TGH, v_TGV
         for x in (q, k, v):
             self.kinds.check_fit(x, f"{self._rank_name}, {where}")

@@ -184,10 +184,8 @@ def attend_backward(
     plan: LivePlan,
     has_sinks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of q, k and v from the output's gradient; fetches rows that were not kept again.
-
-    Args:
-        has_sinks: whether output and log-sum-exp include sinks.
+    """Returns gradients of q, k and v from the output's gradient; fetches rows that were not kept again. With
+    `has_sinks`, output and log-sum-exp include sinks.
 
     Raises:
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
@@ -336,11 +334,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
-    """Checks that `[T, ...]` tensors are finite; waits for the device.
-
-    Raises:
-        NotFiniteError: names the tensor and the document of the first wrong row.
-    """
+    """Checks that `[T, ...]` tensors are finite; waits for the device. Raises NotFiniteError, which names the tensor
+    and the document of the first wrong row."""
     for name, rows in tensors.items():
         wrong = ~torch.isfinite(rows).flatten(1).all(dim=1)
         if wrong.any():

@@ -24,12 +24,8 @@ SHORT_TOKENS = 64
 class Buckets:
     """Documents divided into batches, each of documents of similar lengths.
 
-    Attributes:
-        numbers: for each batch, int64 `[documents]` numbers of its documents.
-
     Args:
         document_tokens: `[documents]` lengths.
-        device: device of the tokens.
         rows: `[tokens]` rows of the documents' tokens; None for consecutive rows.
     """
 
@@ -45,6 +41,7 @@ class Buckets:
         padded_tokens = sizes[:, 1].repeat(sizes[:, 0])
         places = ranges(exclusive_cumsum(padded_tokens), tokens)
         self._rows, self._places = (to_device(index, device) for index in (at if rows is None else rows[at], places))
+        # For each batch, int64 `[documents]` numbers of its documents.
         self.numbers = to_device(documents, device).split([number for number, _ in self._sizes])
 
     def gathered(self, flat: torch.Tensor) -> list[torch.Tensor]:

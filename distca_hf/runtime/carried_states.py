@@ -91,10 +91,7 @@ class CarriedRows:
         self, x_1CT: torch.Tensor, convolve: Callable[[torch.Tensor], torch.Tensor], where: str
     ) -> torch.Tensor:
         """Returns a causal convolution `[1, C, T]` in which segments see earlier tokens of their documents only.
-
-        Args:
-            convolve: a causal convolution of `[N, C, L]`, over at most one token more than halos hold.
-        """
+        `convolve` takes `[N, C, L]`, and sees at most one token more than halos hold."""
         held, on_host = self.on_device, self.on_host
         if not on_host.halo.tokens:  # it sees one token
             return convolve(x_1CT)
@@ -111,11 +108,8 @@ class CarriedRows:
         return out_1CT.index_copy(2, held.rows, first_NC.t()[None])
 
     def send_summaries(self, summaries: torch.Tensor, where: str) -> "SentSummaries":
-        """Starts to send summaries of this rank's followed fragments; a collective call.
-
-        Args:
-            summaries: `[n, H, ...]` in row order. They require gradients, even if empty, if another rank's may.
-        """
+        """Starts to send summaries of this rank's followed fragments; a collective call. They are `[n, H, ...]` in row
+        order, and require gradients, even if empty, if another rank's may."""
         heads = summaries.shape[1]
         head_bytes = summaries.element_size() * math.prod(summaries.shape[2:])
         fold = self.on_device.fold(heads, head_bytes)
@@ -137,7 +131,6 @@ class Sent(NamedTuple):
     ticket: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """Returns the received items."""
         items: torch.Tensor = _Arrive.apply(self.travel, self.ticket)
         return items
 

@@ -50,7 +50,6 @@ def define_op(
 
     Args:
         function: must have no defaults: the dispatcher leaves out last arguments that equal their defaults.
-        fake: returns empty results of the right shapes and dtypes, contiguous.
         backward, save: `backward(ctx, *gradients)`, and `save(ctx, inputs, output)` in forward; without them the
             operator is not differentiable. Of several outputs only the first is.
 
@@ -174,11 +173,7 @@ def _recorded(
 
 
 def _refuse_tangents(name: str, given: tuple[object, ...]) -> None:
-    """Refuses forward-mode derivatives.
-
-    Raises:
-        UnsupportedAttentionError: an argument has one.
-    """
+    """Refuses forward-mode derivatives. Raises UnsupportedAttentionError if an argument has one."""
     tensors = (x for x in given if isinstance(x, torch.Tensor))
     if in_dual_level() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedAttentionError(

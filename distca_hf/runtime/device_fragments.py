@@ -15,18 +15,13 @@ from distca_hf.runtime.buckets import Buckets, to_device
 
 @dataclass(frozen=True, eq=False)
 class PinnedFragments:
-    """Fragments of this rank before their indices are copied to the device.
-
-    Attributes:
-        by_ranks: this rank's fold if heads are not divided.
-        indices: all indices, one after the other; in memory from which a GPU copies while the host continues.
-        lengths: of each kind of indices, by name.
-    """
+    """Fragments of this rank before their indices are copied to the device."""
 
     fragments: Fragments
-    by_ranks: Fold
+    by_ranks: Fold  # this rank's fold if heads are not divided
+    # All indices, one after the other; in memory from which a GPU copies while the host continues.
     indices: torch.Tensor
-    lengths: dict[str, int]
+    lengths: dict[str, int]  # of each kind of indices, by name
 
     @classmethod
     def prepare(cls, fragments: Fragments, pin: bool) -> Self:
@@ -81,15 +76,10 @@ class DeviceFold:
 
 @dataclass(frozen=True, eq=False)
 class DeviceGroup:
-    """Documents or fragments that layers compute together, with indices on the device.
+    """Documents or fragments that layers compute together, with indices on the device."""
 
-    Attributes:
-        tokens: of each part, in row order.
-        long_offsets: int64; see `offsets`.
-    """
-
-    tokens: list[int]
-    long_offsets: torch.Tensor
+    tokens: list[int]  # of each part, in row order
+    long_offsets: torch.Tensor  # int64; see `offsets`
 
     @cached_property
     def offsets(self) -> torch.Tensor:
@@ -115,27 +105,20 @@ class DeviceGroup:
 
 @dataclass(frozen=True, eq=False)
 class DeviceFragments:
-    """Fragments of this rank with their indices on the device; see `Fragments`.
-
-    Attributes:
-        whole, followed, last: groups.
-        middle: followed fragments that follow others.
-        middle_numbers: int64, see `Fragments`.
-        edges: int64, rows taken for windows, then rows to send.
-        edge_rows, edge_numbers: int64, each row of `edges` once, and the places of `edges` among these.
-        windows, kept, rows: of `Halo`.
-    """
+    """Fragments of this rank with their indices on the device; see `Fragments`."""
 
     on_host: Fragments
     by_ranks: DeviceFold
     whole: DeviceGroup
     followed: DeviceGroup
     last: DeviceGroup
-    middle: DeviceGroup
-    middle_numbers: torch.Tensor
-    edges: torch.Tensor
+    middle: DeviceGroup  # followed fragments that follow others
+    middle_numbers: torch.Tensor  # int64, see `Fragments`
+    edges: torch.Tensor  # int64, rows taken for windows, then rows to send
+    # int64, each row of `edges` once, and the places of `edges` among these.
     edge_rows: torch.Tensor
     edge_numbers: torch.Tensor
+    # Of `Halo`.
     windows: torch.Tensor
     kept: torch.Tensor
     rows: torch.Tensor

@@ -28,34 +28,25 @@ ALIGNED_ENTRIES = 4
 
 @dataclass(frozen=True, eq=False)
 class DeviceCall:
-    """A kernel call with its offsets on the device; names as in `KernelCall`.
-
-    Attributes:
-        rows_per_token: rows of a token in the remote KV and among remote queries.
-        adds: a larger call reads the same remote keys and writes their gradients; this one adds to them.
-    """
+    """A kernel call with its offsets on the device; names as in `KernelCall`."""
 
     kind: CallKind
     queries: slice
     keys: slice
     spans: Spans
     heads: tuple[int, int]
-    rows_per_token: int
+    rows_per_token: int  # rows of a token in the remote KV and among remote queries
     pairs: int
     window_tokens: int = 0
-    adds: bool = False
+    adds: bool = False  # a larger call reads the same remote keys and writes their gradients; this one adds to them
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkRouting:
-    """One chunk: rows of keys and of queries that are sent together, and the calls that read them.
-
-    Attributes:
-        queries: without rows if no queries move on any rank.
-    """
+    """One chunk: rows of keys and of queries that are sent together, and the calls that read them."""
 
     keys: ExchangeSplits
-    queries: ExchangeSplits
+    queries: ExchangeSplits  # without rows if no queries move on any rank
     prefix: tuple[DeviceCall, ...]
     remote_queries: tuple[DeviceCall, ...]
 
@@ -74,14 +65,7 @@ class QueryRouting:
 
 @dataclass(frozen=True, eq=False)
 class DeviceRouting:
-    """Index tensors (int64) and kernel calls of one rank; names as in `Routing`.
-
-    Attributes:
-        local: kernel calls that need no chunk.
-        queries: queries that move; None if none move on any rank.
-        sums: rows to which gradients of sent keys, and of local rows of the remote KV, are added.
-        sums_remote_kv: whether gradients of remote keys are sums over many calls.
-    """
+    """Index tensors (int64) and kernel calls of one rank; names as in `Routing`."""
 
     num_rows: int
     held: IntArray
@@ -91,17 +75,17 @@ class DeviceRouting:
     come_in_order: bool
     kept_in_order: bool
     exchanges: bool
-    sums_remote_kv: bool
+    sums_remote_kv: bool  # whether gradients of remote keys are sums over many calls
     send_rows: torch.Tensor
     received_to_remote_kv: torch.Tensor
     kept_to_remote_kv: torch.Tensor
     local_rows: torch.Tensor
     local_to_remote_kv: torch.Tensor
-    sums: RowSums
-    local: tuple[DeviceCall, ...]
+    sums: RowSums  # rows to which gradients of sent keys, and of local rows of the remote KV, are added
+    local: tuple[DeviceCall, ...]  # kernel calls that need no chunk
     chunks: tuple[ChunkRouting, ...]
     late_share: float
-    queries: QueryRouting | None
+    queries: QueryRouting | None  # queries that move; None if none move on any rank
 
     def name_of(self, row: int) -> str:
         """Returns the document and token that a row of this rank holds; rows here are tokens."""

@@ -58,17 +58,7 @@ class ForwardPass:
 
     Methods that agree raise PlanMismatchError if ranks differ, and PeerLostError if one is lost.
 
-    Args:
-        facts: facts that must be the same on all ranks; None if the model is not enabled: then ranks agree on nothing.
-        num_calls: number of attention calls of the pass, if known.
-        before: calls of the model's previous pass; None if there was none.
-        trace: notes what the calls spend time on, if the step is reported.
-        state: checksums of weights and of buffers, by name. Ranks that show any compare them.
-        also: further integers that ranks show each other with the facts; None if there are none.
-        layers_of_calls: number of the layer of each call, if layers make several in tiles of heads.
-
     Attributes:
-        facts: see above.
         calls, backward_calls: number of calls of the operator so far; `calls` includes recomputed ones.
         layers: numbers of the layers that made the calls, on the host, without recomputed ones.
         made: masks and tensors of the calls so far, without recomputed ones.
@@ -79,12 +69,16 @@ class ForwardPass:
         self,
         transport: Transport,
         micro_batch: int,
+        # Facts that must be the same on all ranks; None if the model is not enabled: then ranks agree on nothing.
         facts: Mapping[str, object] | None = None,
-        num_calls: int | None = None,
-        before: PassCalls | None = None,
-        trace: PassTrace = UNTRACED,
+        num_calls: int | None = None,  # number of attention calls of the pass, if known
+        before: PassCalls | None = None,  # calls of the model's previous pass; None if there was none
+        trace: PassTrace = UNTRACED,  # notes what the calls spend time on, if the step is reported
+        # Checksums of weights and of buffers, by name. Ranks that show any compare them.
         state: Mapping[str, Mapping[str, object]] = NO_STATE,
+        # Further integers that ranks show each other with the facts; None if there are none.
         also: AlsoShown | None = None,
+        # Number of the layer of each call, if layers make several in tiles of heads.
         layers_of_calls: Sequence[int] = (),
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
@@ -113,16 +107,12 @@ class ForwardPass:
 
     @property
     def begun(self) -> bool:
-        """Whether this is a pass of an enabled model."""
         return self.facts is not None
 
     def check_open(self) -> None:
         """Checks that the model has begun this pass and not ended it; called by layers of enabled models. Accepts
-        layers that backward recomputes.
-
-        Raises:
-            PlanError: only a part of the model was called, so its pass is not checked.
-        """
+        layers that backward recomputes. Raises PlanError if only a part of the model was called, so its pass is not
+        checked."""
         if self.facts is not None and (not self._ended or backward_number() >= 0):
             return
         raise PlanError(
@@ -132,11 +122,8 @@ class ForwardPass:
         )
 
     def note_call(self, layer: torch.Tensor | None, needs_gradients: bool) -> None:
-        """Notes the layer of the latest call, if known, and whether backward will follow it.
-
-        Args:
-            layer: its number, on the host; read for all calls at once, at the end of the pass.
-        """
+        """Notes the layer of the latest call, if known, and whether backward will follow it. Layers are read for all
+        calls at once, at the end of the pass."""
         if self._ended:
             return
         if layer is not None:
@@ -147,15 +134,13 @@ class ForwardPass:
     def begin_forward(
         self, mask: Mask = CAUSAL_MASK, scores: Hashable = None, tensors: CallTensors | None = None
     ) -> str:
-        """Counts a forward call and names its place.
+        """Counts a forward call and names its place. Raises PlanError if mask or tensors differ from the previous
+        pass.
 
         Args:
             mask: mask of the layer. Other ranks exchange rows for the mask they expect.
             scores: how the layer computes scores (scale, softcap, sinks); must be the same on all ranks.
             tensors: dtypes and heads of the layer. Other ranks exchange rows with the ones they expect.
-
-        Raises:
-            PlanError: mask or tensors differ from the previous pass.
         """
         self.calls += 1
         if self.num_calls is None or self.calls <= self.num_calls:
@@ -182,11 +167,7 @@ class ForwardPass:
         return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
 
     def _check_call(self, mask: Mask, tensors: CallTensors | None, place: str) -> None:
-        """Compares a call with the previous pass's: other ranks exchange rows for that mask and those tensors.
-
-        Raises:
-            PlanError: it has another mask, other dtypes or other heads.
-        """
+        """Compares a call with the previous pass's: other ranks exchange rows for that mask and those tensors."""
         call, where = self.calls - 1, f"{self._transport.grid.name}, {place}"
         masks: Sequence[Mask] = () if self._before is None else self._before.masks
         if call < len(masks) and masks[call] != mask:
@@ -231,11 +212,8 @@ class ForwardPass:
     def begin_exchange_of_states(self, exchange: str, needs_gradients: bool, fingerprint: int) -> None:
         """Begins an exchange of a layer with a state, given as its layer, dtype and shape. The first one of a pass
         waits until all ranks have shown the pass's facts and the plan's fingerprint. All exchanges wait if some rank
-        knows no previous pass, or one that began differently, for example under another autocast.
-
-        Raises:
-            PlanError: it differs from the previous pass's, which other ranks expect.
-        """
+        knows no previous pass, or one that began differently, for example under another autocast. Raises PlanError if
+        it differs from the previous pass's, which other ranks expect."""
         if self._ended:  # recomputed
             self._enter_backward(goes_on=True)
         if self._ended or self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
@@ -267,12 +245,7 @@ class ForwardPass:
 
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
         """Waits until all ranks have shown the dtypes and heads with which they attend: at the first call together
-        with the pass's facts, at later ones while `compares_calls` is true.
-
-        Args:
-            fingerprint: fingerprint of the plan.
-            tensors: dtypes and heads of the call.
-        """
+        with the pass's facts, at later ones while `compares_calls` is true."""
         if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
         self._compare_states(ATTENTION)
@@ -310,15 +283,13 @@ class ForwardPass:
         return Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, numbers).wait()
 
     def end(self, exchanges: bool, backward_calls: int | None = None, attends_again: bool = False) -> None:
-        """Ends the forward pass: all further calls belong to backward. If none can follow, ranks agree here.
+        """Ends the forward pass: all further calls belong to backward. If none can follow, ranks agree here. Raises
+        PlanError if layers made fewer exchanges of states than in the previous pass.
 
         Args:
             exchanges: whether ranks exchange rows in this pass; otherwise they need not agree.
             backward_calls: number of backward calls; None for one per call that was noted to need gradients.
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
-
-        Raises:
-            PlanError: layers made fewer exchanges of states than in the previous pass.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
         number, known = len(self.made.states), self._known_states
@@ -337,11 +308,8 @@ class ForwardPass:
                 self._agree_to_differentiate()
 
     def _enter_backward(self, goes_on: bool) -> None:
-        """Agrees with the other ranks if a call is the first one of a backward pass.
-
-        Args:
-            goes_on: whether the call follows a recomputed one, and may be in a nested backward pass.
-        """
+        """Agrees with the other ranks if a call is the first one of a backward pass. With `goes_on` it follows a
+        recomputed one, and may be in a nested backward pass."""
         number = backward_number()
         if number in self._in_autograd:
             return

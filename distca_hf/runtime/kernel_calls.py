@@ -84,24 +84,15 @@ def _as_tokens(tensors_RHD: Sequence[torch.Tensor], rows_per_token: int) -> Sequ
 
 
 class PreparedForward:
-    """A call of forward.
-
-    Args:
-        spec: how these layers attend.
-        rows: queries, outputs and log-sum-exps of one of them.
-        of_keys: its keys and values, local ones or the remote KV's.
-
-    Attributes:
-        spec: how the call attends.
-    """
+    """A call of forward."""
 
     def __init__(
         self,
         call: DeviceCall,
         spec: AttentionSpec,
         kv_heads: int,
-        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        of_keys: tuple[torch.Tensor, torch.Tensor],
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # queries, outputs and log-sum-exps of one of them
+        of_keys: tuple[torch.Tensor, torch.Tensor],  # its keys and values, local ones or the remote KV's
     ) -> None:
         self._call, self._kv_heads, self.spec = call, kv_heads, _spec_of_call(call, spec)
         q, out, lse = queries_of(call, kv_heads, *rows)
@@ -137,13 +128,7 @@ class QueryRows(NamedTuple):
 class PreparedBackward:
     """A call of backward.
 
-    Args:
-        spec: how these layers attend.
-        rows, dq: tensors of one of these layers.
-        of_keys: its keys, values and their gradients, local ones or the remote KV's.
-
     Attributes:
-        call, spec: the call, and how it attends.
         dout, dq, dk, dv: functions that return the call's part of the tensor.
         dq_shape: shape of the part of dq.
     """
@@ -153,9 +138,10 @@ class PreparedBackward:
         call: DeviceCall,
         spec: AttentionSpec,
         kv_heads: int,
+        # Tensors of one of these layers.
         rows: QueryRows,
         dq: torch.Tensor,
-        of_keys: Sequence[torch.Tensor],
+        of_keys: Sequence[torch.Tensor],  # its keys, values and their gradients, local ones or the remote KV's
     ) -> None:
         self.call, self.spec = call, _spec_of_call(call, spec)
         *parts, lse = queries_of(call, kv_heads, rows.dout, rows.q, rows.out, dq, rows.lse)
@@ -194,13 +180,7 @@ Prepared = TypeVar("Prepared", PreparedForward, PreparedBackward)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCalls(Generic[Prepared]):
-    """Calls of alike layers, forward or backward, that a layer has already prepared.
-
-    Attributes:
-        make: prepares a call.
-        kernel, spec: the kernel, and how it attends.
-        kv_heads: KV heads of a layer.
-    """
+    """Calls of alike layers, forward or backward, that a layer has already prepared."""
 
     make: Callable[..., Prepared]
     kernel: Kernel
@@ -282,11 +262,8 @@ class BackwardCalls:
         self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients, adds: bool = False
     ) -> None:
         """Writes the calls' part of the gradients of queries, and of the remote KV. It is a part of the whole because
-        output and log-sum-exp are from whole rows.
-
-        Args:
-            adds: whether `add_prefixes` adds gradients of queries later, when local calls have written theirs.
-        """
+        output and log-sum-exp are from whole rows. If `adds`, `add_prefixes` adds gradients of queries later, when
+        local calls have written theirs."""
         k, v, total_k, total_v = remote_kv.k, remote_kv.v, gradients.total.k, gradients.total.v
         for call in calls:
             prepared = self._calls.get(call, self._rows, self._dq, (k, v, total_k, total_v))

@@ -35,27 +35,20 @@ from distca_hf.telemetry import get_logger
 
 
 class Planned(NamedTuple):
-    """A micro-batch as it was planned for the ranks that take part now.
+    """A micro-batch as it was planned for the ranks that take part now."""
 
-    Attributes:
-        routings: returns rank plans by mask: the full causal one, and windows known before. The first call copies them
-            to the device: rows move in before.
-        route_window: makes the rank plan of a window when a layer first asks for it; None if there are no others.
-        facts: of all layers together.
-        fingerprint: of the plan.
-        posted: the plan that ranks without tokens have; None if there are none.
-        moves: moves of rows that the model places; None if rows stay as in the batches.
-        batch_forms: `[ranks]` numbers of the forms of their batches: equal forms give decoders equal inputs.
-        fragments: returns what layers with a state exchange; None for a model without them.
-    """
-
+    # Returns rank plans by mask: the full causal one, and windows known before. The first call copies them to the
+    # device: rows move in before.
     routings: Callable[[], Mapping[Mask, DeviceRankPlan]]
+    # Makes the rank plan of a window when a layer first asks for it; None if there are no others.
     route_window: Callable[[Mask], DeviceRankPlan] | None
     facts: PlanFacts
     fingerprint: int
-    posted: Posted | None = None
-    moves: DeviceRowMoves | None = None
+    posted: Posted | None = None  # the plan that ranks without tokens have; None if there are none
+    moves: DeviceRowMoves | None = None  # moves of rows that the model places; None if rows stay as in the batches
+    # `[ranks]` numbers of the forms of their batches: equal forms give decoders equal inputs.
     batch_forms: tuple[int, ...] = ()
+    # Returns what layers with a state exchange; None for a model without them.
     fragments: Callable[[], DeviceFragments] | None = None
 
     @property
@@ -65,14 +58,10 @@ class Planned(NamedTuple):
 
 
 class PlannedLater(NamedTuple):
-    """A micro-batch that is planned when its plan is first needed: when a model's decoder begins.
+    """A micro-batch that is planned when its plan is first needed: when a model's decoder begins."""
 
-    Attributes:
-        longest_document_tokens: tokens of the micro-batch's longest document; known before.
-        plan: plans it, once. May wait for other ranks.
-    """
-
-    longest_document_tokens: int
+    longest_document_tokens: int  # tokens of the micro-batch's longest document; known before
+    # Plans it, once. May wait for other ranks.
     plan: Callable[[], Planned]
 
 
@@ -81,31 +70,19 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PinnedKinds:
-    """Rank plans of a micro-batch for each mask of a model, before they are copied to the device.
-
-    Attributes:
-        plans: by mask.
-        facts: of all layers together.
-        layout: ranks, and the tokens that each of them holds.
-        rank: rank to which they belong.
-        pin: whether they are in memory from which a GPU copies while the host continues.
-        fragments: what layers with a state exchange; None for a model without them.
-    """
+    """Rank plans of a micro-batch for each mask of a model, before they are copied to the device."""
 
     plans: Mapping[Mask, RankPlan[PinnedRouting]]
     facts: PlanFacts
     layout: Layout
     rank: int
-    pin: bool
+    pin: bool  # whether they are in memory from which a GPU copies while the host continues
     fragments: PinnedFragments | None = None
 
     @classmethod
     def prepare(cls, routed: RoutedKinds, pin: bool = False, halo_tokens: int | None = None) -> "PinnedKinds":
-        """Gathers the routing of each kind of layers; safe in a background thread.
-
-        Args:
-            halo_tokens: see `Fragments.of`; None for a model without states, or whose documents stay whole.
-        """
+        """Gathers the routing of each kind of layers; safe in a background thread. `halo_tokens` (`Fragments.of`) is
+        None for a model without states, or whose documents stay whole."""
         prepare = partial(PinnedRouting.prepare, pin=pin)
         plans = {mask: plan.with_routings(prepare) for mask, plan in routed.plans.items()}
         layout, rank, fragments = routed.layout, routed.rank, None
@@ -144,26 +121,15 @@ class PinnedKinds:
 
 @dataclass(eq=False)
 class LayerKind:
-    """The layers that attend with one mask.
-
-    Attributes:
-        plan: routing of forward, and of backward.
-        retention: decides which rows of other ranks are kept until backward, and until recomputation.
-        has_room: whether the device is known to have room for a call of this pass.
-    """
+    """The layers that attend with one mask."""
 
     plan: DeviceRankPlan
-    retention: Retention
-    has_room: bool = False
+    retention: Retention  # decides which rows of other ranks are kept until backward, and until recomputation
+    has_room: bool = False  # whether the device is known to have room for a call of this pass
 
 
 class LayerKinds:
-    """Kinds of layers of one micro-batch.
-
-    Args:
-        where: rank and micro-batch, for messages.
-        layers: layers of the pass that is about to run.
-    """
+    """Kinds of layers of one micro-batch."""
 
     def __init__(self, planned: Planned, config: DistCAConfig, where: str, layers: PassLayers) -> None:
         self._planned, self._config, self._where = planned, config, where
@@ -175,7 +141,6 @@ class LayerKinds:
             self._add(mask, plan)
 
     def begin_forward_pass(self, layers: PassLayers) -> None:
-        """Notes which layers the next pass has."""
         self._layers = layers
         for mask, kind in self._kinds.items():
             kind.retention.layers = layers.of(mask, self._longest_tokens)
@@ -189,11 +154,7 @@ class LayerKinds:
 
     def of(self, spec: AttentionSpec) -> LayerKind:
         """Returns the kind of layers that attend like this, as `spec` returned it. Routes a window that was not known
-        before.
-
-        Raises:
-            PlanError: the batch was planned without their mask.
-        """
+        before. Raises PlanError if the batch was planned without their mask."""
         mask, route_window = mask_of(spec), self._planned.route_window
         found = self._kinds.get(mask)
         if found is not None:
@@ -207,7 +168,6 @@ class LayerKinds:
         return self._add(mask, route_window(mask))
 
     def __iter__(self) -> Iterator[LayerKind]:
-        """Yields the kinds that are known."""
         return iter(self._kinds.values())
 
     @property
@@ -221,11 +181,7 @@ class LayerKinds:
         return self.held.num_rows // self.held.rows_per_token
 
     def check_fit(self, x: torch.Tensor, where: str) -> None:
-        """Checks that device, rows and heads of a tensor fit the plan.
-
-        Raises:
-            PlanError: they are not.
-        """
+        """Checks that device, rows and heads of a tensor fit the plan. Raises PlanError if they do not."""
         device, groups = self.held.send_rows.device, max(kind.plan.forward.rows_per_token for kind in self)
         if x.device != device:
             raise PlanError(

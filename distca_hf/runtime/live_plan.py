@@ -36,16 +36,12 @@ from distca_hf.runtime.retention import ONE_LAYER, PassLayers, Retention
 
 class PlanRegister:
     """Finds live plans by number. It keeps the newest ones alive; older ones live as long as a batch or a graph holds
-    them.
-
-    Attributes:
-        newest: the newest ones by their numbers; faster than `find`.
-    """
+    them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._all: weakref.WeakValueDictionary[int, LivePlan] = weakref.WeakValueDictionary()
-        self.newest: OrderedDict[int, LivePlan] = OrderedDict()
+        self.newest: OrderedDict[int, LivePlan] = OrderedDict()  # the newest ones by their numbers; faster than `find`
         self._lock = threading.Lock()
 
     def add(self, plan: "LivePlan", keep: int) -> int:
@@ -64,11 +60,7 @@ class PlanRegister:
                 self.newest.popitem(last=False)
 
     def find(self, number: int) -> "LivePlan":
-        """Returns the plan with this number.
-
-        Raises:
-            PlanError: no batch or graph holds it any more.
-        """
+        """Returns the plan with this number. Raises PlanError if no batch or graph holds it any more."""
         plan = self.newest.get(number) or self._all.get(number)  # the second is slower, and rarely needed
         if plan is None:
             raise PlanError(
@@ -80,15 +72,10 @@ class PlanRegister:
 
 @dataclass
 class PlanUse:
-    """Whether a model has run with a plan; outlives the plan.
+    """Whether a model has run with a plan; outlives the plan."""
 
-    Attributes:
-        begun: a forward pass has begun.
-        trained: a pass of training has ended.
-    """
-
-    begun: bool = False
-    trained: bool = False
+    begun: bool = False  # a forward pass has begun
+    trained: bool = False  # a pass of training has ended
 
 
 class LivePlan:
@@ -96,37 +83,24 @@ class LivePlan:
 
     Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them. A live plan is none of
     these, so the very same object reaches every layer.
-
-    Args:
-        micro_batch: number of the micro-batch, counted by the loader.
-        planned: the planned micro-batch, or what plans it later. All its routings have one layout, so a rank holds the
-            same rows in every layer.
-        agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
-        replan: plans the micro-batch again if the ranks that take part change; None if they do not.
-        document_tokens: `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None
-            on ranks that hold none.
-        also: further integers that ranks show each other in a pass; None if there are none.
-
-    Attributes:
-        longest_document_tokens: tokens of the longest document of the micro-batch.
-        numbers: numbers of every data rank in the agreement, by name.
-        forward_pass: the latest pass of a model with this plan.
-        use: whether there was a pass.
-        checks_finite: whether attention checks that numbers are finite.
-        part: part of the model that passes run, see `of_part`.
-        handle: number by which the operator finds it.
     """
 
     def __init__(
         self,
         micro_batch: int,
+        # The planned micro-batch, or what plans it later. All its routings have one layout, so a rank holds the same
+        # rows in every layer.
         planned: Planned | PlannedLater,
         transport: Transport,
         config: DistCAConfig,
+        # Facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         agreement: Agreement | None = None,
+        # Plans the micro-batch again if the ranks that take part change; None if they do not.
         replan: Callable[[], Planned | None] | None = None,
+        # `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None on ranks that
+        # hold none.
         document_tokens: IntArray | None = None,
-        also: AlsoShown | None = None,
+        also: AlsoShown | None = None,  # further integers that ranks show each other in a pass; None if there are none
     ) -> None:
         self.micro_batch, self.document_tokens = micro_batch, document_tokens
         self.transport = transport
@@ -134,9 +108,9 @@ class LivePlan:
         self._replan, self._also = replan, also
         self.checks_finite = config.debug.check_finite
         self.agreement = agreement
-        self.numbers: dict[str, list[int]] = {}
+        self.numbers: dict[str, list[int]] = {}  # of every data rank in the agreement, by name
         self.use = PlanUse()
-        self.part = 0
+        self.part = 0  # part of the model that passes run, see `of_part`
         self.longest_document_tokens = planned.longest_document_tokens
         self._begin(planned)
 
@@ -144,7 +118,7 @@ class LivePlan:
         """Sets the attributes that passes change, for a new plan or one for another part of the model."""
         self._layers = ONE_LAYER
         self._take(planned)
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch)  # the latest one of a model with this plan
         self._of_parts: dict[int, LivePlan] = {}
         self.handle = _register.add(self, self.config.plans_in_flight)
 
@@ -182,22 +156,14 @@ class LivePlan:
         return self
 
     def __reduce__(self) -> str:
-        """Refuses to be pickled.
-
-        Raises:
-            PlanError: always.
-        """
         raise PlanError(
             f"{self.transport.grid.name}, micro-batch {self.micro_batch}: a batch with a plan can neither be stored "
             "nor sent to another process (pickle): its plan is bound to the connections of this one"
         )
 
     def agree(self) -> None:
-        """Waits until all ranks have shown that they run the same plan; once.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they do not.
-        """
+        """Waits until all ranks have shown that they run the same plan; once. Raises PlanMismatchError or
+        PeerLostError if they do not."""
         if self.agreement is not None:
             self.numbers |= self.agreement.wait(Scope.ROWS)
             self.agreement = None
@@ -272,11 +238,8 @@ class LivePlan:
 
     def end_forward_pass(self, trains: bool = False) -> None:
         """Ends the forward pass, perhaps one of training. If no backward pass can follow, this rank waits for the
-        others here.
-
-        Raises:
-            PlanMismatchError, PeerLostError: no backward pass follows, and ranks ran different passes or one is lost.
-        """
+        others here. Raises PlanMismatchError or PeerLostError if no backward pass follows, and ranks ran different
+        passes or one is lost."""
         moves = self.planned.moves
         crosses = moves is not None and moves.on_host.crosses
         exchanges = crosses or any(kind.plan.forward.exchanges for kind in self.kinds)

@@ -37,16 +37,14 @@ class Documents(NamedTuple):
     """Documents of queries and of keys, one after the other; a document's last query stands at its last key.
 
     In a compiled graph tensors have their maximum length; places after the last document are ignored.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32 `[documents + 1]` offsets of queries and of keys.
-        sizes: int64 `[5]` on the CPU: number of documents, most queries and most keys of one, query rows, key rows.
-        query_rows, key_rows: int64, rows of the batch that are tokens, in order; None if all are.
     """
 
+    # int32 `[documents + 1]` offsets of queries and of keys.
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
+    # int64 `[5]` on the CPU: number of documents, most queries and most keys of one, query rows, key rows.
     sizes: torch.Tensor
+    # int64, rows of the batch that are tokens, in order; None if all are.
     query_rows: torch.Tensor | None = None
     key_rows: torch.Tensor | None = None
 
@@ -59,11 +57,6 @@ class Documents(NamedTuple):
         documents = len(spans.cu_seqlens_q) - 1
         sizes = torch.tensor([documents, spans.max_seqlen_q, spans.max_seqlen_k, *rows], device="cpu")
         return cls(spans.cu_seqlens_q, spans.cu_seqlens_k, sizes, query_rows, key_rows)
-
-    @property
-    def longest_keys(self) -> int:
-        """Keys of the longest document."""
-        return int(self.sizes[2])
 
 
 class _Context(SavedForBackward, Protocol):
@@ -198,15 +191,11 @@ def flash_attn_local(
     sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns attention output `[T, N, V]`, differentiable, and log-sum-exp `[N, T]`; both zero in rows that are not
-    tokens.
+    tokens. Raises UnsupportedAttentionError if no kernel supports this; names the option.
 
     Args:
         q_TNH, k_SGH, v_SGV: all rows of the batch.
         spec: how to attend; gradients are also deterministic if torch is set so.
-        kernel: name of a kernel, or "auto".
         sinks_N: scores of the heads' sinks, differentiable.
-
-    Raises:
-        UnsupportedAttentionError: no kernel supports this; names the option.
     """
     return _local(q_TNH, k_SGH, v_SGV, *documents, [*spec], kernel, sinks_N)

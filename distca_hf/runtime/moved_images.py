@@ -1,7 +1,7 @@
-"""Moved images on the device: sends pixels to the ranks whose towers compute them, and features home.
+"""Moved images on the device: sends features home from the ranks whose towers computed them.
 
-One all-to-all each way. Backward sends gradients of features to the ranks that computed them. Each rank takes part in
-all of these, whether or not it holds or computes an image.
+Backward sends gradients of features to the ranks that computed them. Each rank takes part, whether or not it holds or
+computes an image.
 """
 
 from collections.abc import Sequence
@@ -24,50 +24,31 @@ DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class FeatureForm(NamedTuple):
-    """Form of the features of images, the same on all ranks.
+    """Form of the features of images, the same on all ranks."""
 
-    Attributes:
-        is_stacked: whether they are one tensor `[images, ...]`, not one tensor for each image.
-        deep_layers: layers of the text decoder that add further features (DeepStack).
-        width: length of a feature.
-        dtype: dtype of features.
-    """
-
-    is_stacked: bool
-    deep_layers: int
+    is_stacked: bool  # whether they are one tensor `[images, ...]`, not one tensor for each image
+    deep_layers: int  # layers of the text decoder that add further features (DeepStack)
     width: int
     dtype: torch.dtype
 
-    def of_no_image(self, device: torch.device) -> torch.Tensor:
-        """Returns the rows of a rank that computed nothing."""
-        return torch.empty((0, self.width * (1 + self.deep_layers)), dtype=self.dtype, device=device)
-
 
 class Features(NamedTuple):
-    """Features that one rank has computed.
+    """Features that one rank has computed."""
 
-    Attributes:
-        rows: `[tokens, (1 + deep_layers) * width]`.
-        tokens: number of rows of each unit.
-        form: form of the features.
-    """
-
-    rows: torch.Tensor
-    tokens: Sequence[int]
+    rows: torch.Tensor  # `[tokens, (1 + deep_layers) * width]`
+    tokens: Sequence[int]  # number of rows of each unit
     form: FeatureForm
 
 
 def show_features(
     transport: Transport, features: Features | None, moves: ImageMoves, rank_of: IntArray, where: str
 ) -> tuple[FeatureForm, IntArray]:
-    """Returns the form of features, and the number of rows of each unit of all ranks. A collective call.
+    """Returns the form of features, and the number of rows of each unit of all ranks. A collective call. Raises
+    UnsupportedAttentionError if a rank got another number of features than images, or features of another form.
 
     Args:
         features: what this rank has computed; None without images.
         rank_of: `[units]` rank that computes each.
-
-    Raises:
-        UnsupportedAttentionError: a rank got another number of features than images, or features of another form.
     """
     values = [0] * 6
     if features is not None:
@@ -95,27 +76,18 @@ def show_features(
 
 @dataclass(frozen=True, eq=False)
 class RowsHome:
-    """Sends features home from the ranks that computed them.
-
-    Attributes:
-        transport: among the ranks that hold rows.
-        places: `[rows]` places of the rows that come home, in the order in which they come.
-        sent, received: `[ranks]` number of rows to and from each rank; further rows of this rank stay unused.
-        where: names the pass in messages.
-    """
+    """Sends features home from the ranks that computed them."""
 
     transport: Transport
-    places: torch.Tensor
+    places: torch.Tensor  # `[rows]` places of the rows that come home, in the order in which they come
+    # `[ranks]` number of rows to and from each rank; further rows of this rank stay unused.
     sent: list[int]
     received: list[int]
     where: str
 
     def features(self, rows: torch.Tensor, differentiate: bool) -> torch.Tensor:
-        """Returns `[rows of the batch, D]` from `[computed rows, D]`. A collective call.
-
-        Args:
-            differentiate: whether gradients go back; the same on all ranks.
-        """
+        """Returns `[rows of the batch, D]` from `[computed rows, D]`. A collective call. `differentiate` says whether
+        gradients go back; the same on all ranks."""
         if not differentiate:
             return self.bring(rows.detach())
         anchor = rows.new_zeros((), dtype=torch.float32).requires_grad_()
@@ -136,19 +108,6 @@ class RowsHome:
         if len(arrived) == num_rows:
             return arrived
         return torch.cat([arrived, arrived.new_zeros((num_rows - len(arrived), *arrived.shape[1:]))])
-
-
-def send_pixels(
-    transport: Transport, rows: torch.Tensor, leaving: torch.Tensor, sent: list[int], received: list[int], where: str
-) -> torch.Tensor:
-    """Returns the pixels that this rank computes. A collective call.
-
-    Args:
-        rows: `[rows, ...]` pixels of this rank's batch.
-        leaving: rows to send, by destination; a row may leave several times.
-        sent, received: `[ranks]` number of rows to and from each rank.
-    """
-    return transport.exchange(AllToAll(rows.index_select(0, leaving), sent, received, f"{where}, pixels")).wait()
 
 
 class _Home(torch.autograd.Function):

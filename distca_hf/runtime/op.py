@@ -71,11 +71,8 @@ def _flash_attn(
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> OpOutputs:
-    """Returns empty outputs for compiled graphs, where the number of kept rows is unknown.
-
-    Raises:
-        UnsupportedAttentionError: a GPU would record the graph.
-    """
+    """Returns empty outputs for compiled graphs, where the number of kept rows is unknown. Raises
+    UnsupportedAttentionError if a GPU would record the graph."""
     if q_TNH.device.type != "cpu" and compiles_cuda_graphs():
         raise UnsupportedAttentionError(
             'a batch with a plan arrived in layers compiled for CUDA graphs (mode="reduce-overhead"): how many rows '
@@ -158,16 +155,14 @@ def flash_attn(
     layer: torch.Tensor | None = None,
     sinks_N: torch.Tensor | None = None,
 ) -> OpOutputs:
-    """Returns the operator's outputs, the first one differentiable.
+    """Returns the operator's outputs, the first one differentiable. Raises UnsupportedAttentionError if no kernel
+    supports this; names the option.
 
     Args:
         handle: number of the live plan, by which the operator finds it.
         layer: number of the layer, on the host. It is a tensor because `torch.compile` makes a graph for each value of
             a number attribute, but one for all tensors.
         sinks_N: scores of the heads' sinks, differentiable.
-
-    Raises:
-        UnsupportedAttentionError: no kernel supports this; names the option.
     """
     needs_gradients = torch.is_grad_enabled() and (
         q_TNH.requires_grad

@@ -15,7 +15,6 @@ class CallTensors(NamedTuple):
 
     @classmethod
     def of(cls, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> "CallTensors":
-        """Returns dtypes and heads of these tensors."""
         return cls((q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]))
 
     @property
@@ -30,15 +29,10 @@ class CallTensors(NamedTuple):
 
 
 class PassCalls(NamedTuple):
-    """Attention calls of a forward pass, and exchanges of layers with a state, without recomputed ones.
-
-    Attributes:
-        masks: mask of each call.
-        tensors: dtypes and heads of each call.
-        states: layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents
-            keeps the previous pass's.
-    """
+    """Attention calls of a forward pass, and exchanges of layers with a state, without recomputed ones."""
 
     masks: list[Mask]
     tensors: list[CallTensors]
+    # Layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents keeps the
+    # previous pass's.
     states: list[str]

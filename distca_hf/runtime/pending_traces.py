@@ -35,11 +35,7 @@ class PassTrace:
         """Ends a span of the call: the time since the previous moment was spent on this."""
 
     def end_forward(self, backward_calls: int) -> None:
-        """Ends the forward pass.
-
-        Args:
-            backward_calls: number of backward calls that follow.
-        """
+        """Ends the forward pass."""
 
 
 class Untraced(PassTrace):
@@ -53,11 +49,7 @@ UNTRACED = Untraced()
 
 class NotedPass(PassTrace):
     """Notes moments on one device. On a GPU they are events in the stream of attention, and are read once the device
-    has passed them.
-
-    Args:
-        device: device that attention runs on.
-    """
+    has passed them."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
@@ -140,23 +132,14 @@ Bytes = defaultdict[int, float]  # by rank
 
 @dataclass(eq=False)
 class Pending:
-    """A traced pass that is not written yet.
+    """A traced pass that is not written yet."""
 
-    Attributes:
-        trace: everything known when the pass begins.
-        noted: moments.
-        device: of the model.
-        number: number of this rank in the job.
-        began: seconds of the host's clock.
-        step_seconds: seconds until the next pass began; None before that.
-    """
-
-    trace: RankTrace
+    trace: RankTrace  # everything known when the pass begins
     noted: NotedPass
     device: torch.device
-    number: int
-    began: float
-    step_seconds: float | None = None
+    number: int  # number of this rank in the job
+    began: float  # seconds of the host's clock
+    step_seconds: float | None = None  # seconds until the next pass began; None before that
 
     def completed(self) -> RankTrace:
         """Returns the trace with its calls; the device has passed all moments."""
@@ -217,13 +200,7 @@ def bytes_of_layer(
     plans: Iterable[DeviceRankPlan], kinds: Sequence[LayersTrace], token_bytes: TokenBytes
 ) -> tuple[RankBytes, RankBytes]:
     """Returns (rank, bytes) that this rank sends and receives in the forward pass of one layer, mean over kinds of
-    layers.
-
-    Args:
-        plans: plans of this rank, by kind.
-        kinds: kinds of the layers.
-        token_bytes: of the model.
-    """
+    layers."""
     sent, received = Bytes(float), Bytes(float)
     total = sum(kind.layers for kind in kinds) or 1  # a rank may hold no attention layers
     for plan in plans:

@@ -26,15 +26,10 @@ class AnnouncedCall(NamedTuple):
 
 
 class Posted(ABC):
-    """The posted plan of a micro-batch; each attention call is announced to it.
+    """The posted plan of a micro-batch; each attention call is announced to it."""
 
-    Attributes:
-        ranks: numbers of the ranks without tokens, in the order of the plan.
-        room_bytes: bytes that rows may take on each of them until backward; None if there are none.
-    """
-
-    ranks: tuple[int, ...] = ()
-    room_bytes: float | None = None
+    ranks: tuple[int, ...] = ()  # numbers of the ranks without tokens, in the order of the plan
+    room_bytes: float | None = None  # bytes that rows may take on each of them until backward; None if there are none
 
     def runs_again(self, error: Exception) -> bool:
         """Returns whether an error was the loss of one of them in a step that will run again. Until the step ends,
@@ -72,17 +67,11 @@ class Posted(ABC):
 
 
 class PostingTransport(ABC):
-    """Transport of a training rank that also reaches ranks without tokens, and posts plans to them.
+    """Transport of a training rank that also reaches ranks without tokens, and posts plans to them."""
 
-    Attributes:
-        among_trainers: transport that reaches only the training ranks.
-        extra_ranks: ranks without tokens that take part now; None if there are none.
-        membership: number that changes whenever other ranks take part.
-    """
-
-    among_trainers: Transport
-    extra_ranks: ExtraRanks | None
-    membership: int
+    among_trainers: Transport  # transport that reaches only the training ranks
+    extra_ranks: ExtraRanks | None  # ranks without tokens that take part now; None if there are none
+    membership: int  # number that changes whenever other ranks take part
 
     @abstractmethod
     def post(self, plan: Plan | None, micro_batch: int, num_chunks: int) -> Posted:

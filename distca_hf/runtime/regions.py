@@ -44,17 +44,11 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 
 
 class RegionRun(Generic[AnyRegion]):
-    """One run of a region: a context.
-
-    Attributes:
-        region: region that it runs.
-        recomputes: whether it is a recomputation.
-        outer: the enclosing run while this one is entered; None if there is none.
-    """
+    """One run of a region: a context."""
 
     def __init__(self, region: AnyRegion, *, recomputes: bool) -> None:
         self.region, self.recomputes = region, recomputes
-        self.outer: RegionRun[Any] | None = None
+        self.outer: RegionRun[Any] | None = None  # the enclosing run while this one is entered; None if there is none
 
     def __enter__(self) -> Self:
         self.region.begin(self.recomputes)
@@ -83,21 +77,14 @@ def runs_of(region: AnyRegion) -> tuple[RegionRun[AnyRegion], RegionRun[AnyRegio
 
 
 def check_call(number: int, num_calls: int, remedy: str) -> None:
-    """Checks that forward made a call, counted from 0.
-
-    Raises:
-        RuntimeError: there were fewer calls.
-    """
+    """Checks that forward made a call, counted from 0. Raises RuntimeError if there were fewer calls."""
     if number >= num_calls:
         raise RuntimeError(f"recomputation made more than the {num_calls} calls of its forward pass; {remedy}")
 
 
 class SavingRegion:
-    """Keeps the outputs of its calls in place.
-
-    Args:
-        remedy: what to do if recomputation makes more calls than forward did.
-    """
+    """Keeps the outputs of its calls in place. `remedy` says what to do if recomputation makes more calls than forward
+    did."""
 
     def __init__(self, remedy: str = REMEDY) -> None:
         self._remedy = remedy
@@ -105,7 +92,6 @@ class SavingRegion:
         self._taken = 0
 
     def begin(self, recomputes: bool) -> None:
-        """See `Region`."""
         self._taken = 0
 
     def save(self, outputs: Outputs) -> None:
@@ -113,11 +99,8 @@ class SavingRegion:
         self._saved.append([(x.detach(), x._version) for x in outputs])
 
     def take(self) -> Outputs:
-        """Returns the outputs of the next call, as new tensors.
-
-        Raises:
-            RuntimeError: recomputation makes more calls than forward did, or outputs were changed in place since.
-        """
+        """Returns the outputs of the next call, as new tensors. Raises RuntimeError if recomputation makes more calls
+        than forward did, or outputs were changed in place since."""
         check_call(self._taken, len(self._saved), self._remedy)
         saved, self._taken = self._saved[self._taken], self._taken + 1
         if any(x._version != version for x, version in saved):
@@ -129,14 +112,10 @@ class SavingRegion:
 
 
 class RetainingRegion:
-    """Received rows of every attention call of a checkpointed region; None if they are not kept.
-
-    Attributes:
-        states: what layers with a state received.
-    """
+    """Received rows of every attention call of a checkpointed region; None if they are not kept."""
 
     def __init__(self) -> None:
-        self.states = SavingRegion(EXCHANGES_AGAIN)
+        self.states = SavingRegion(EXCHANGES_AGAIN)  # what layers with a state received
         self._received: list[Received | None] = []
         self._taken = 0
 
@@ -154,11 +133,8 @@ class RetainingRegion:
         self._received.append(received)
 
     def take(self) -> Received | None:
-        """Returns the rows that the next call received in forward.
-
-        Raises:
-            RuntimeError: recomputation makes more calls than forward did.
-        """
+        """Returns the rows that the next call received in forward. Raises RuntimeError if recomputation makes more
+        calls than forward did."""
         check_call(self._taken, len(self._received), EXCHANGES_AGAIN)
         received, self._taken = self._received[self._taken], self._taken + 1
         return None if received is None else received.once_more()
@@ -174,7 +150,6 @@ class TileRegion:
         self._held: Any = None
 
     def begin(self, recomputes: bool) -> None:
-        """See `Region`."""
         if recomputes:
             tensors = iter(self._held.grad_fn.saved_tensors)
             self._calls = [tuple(islice(tensors, size)) for size in self._sizes]
@@ -219,11 +194,7 @@ class _Held(torch.autograd.Function):
 
 def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs], of_states: bool = False) -> Outputs:
     """Returns the outputs of a call, computed or saved. An enclosing region also keeps them: its recomputation runs
-    forward of this one again.
-
-    Args:
-        of_states: whether a layer with a state calls, not attention.
-    """
+    forward of this one again. With `of_states` a layer with a state calls, not attention."""
     saving = _saving(run, of_states)
     if run is None or saving is None:
         return operator()

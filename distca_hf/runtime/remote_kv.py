@@ -22,24 +22,16 @@ from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRou
 
 
 class PreparedKV:
-    """Layout of rows of keys and values in alike layers, and the functions that copy and add them.
-
-    Args:
-        k, v: `[rows, G, H]`, `[rows, G, V]` of one of these layers.
-        routing: routing of forward or of backward.
-
-    Attributes:
-        width: elements of a row with keys and values side by side.
-        are_side_by_side: whether calls read keys and values of a row side by side. Then all heads of a token must have
-            equal strides.
-        come_in_order: whether received rows, chunk by chunk, already are the remote KV.
-        kept_in_order: whether kept rows already are the remote KV.
-    """
+    """Layout of rows of keys and values in alike layers, and the functions that copy and add them. `k` and `v` are
+    `[rows, G, H]` and `[rows, G, V]` of one of these layers."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
         groups, dim = k.shape[1:]
-        self.routing, self.width = routing, row_width(k, v)
+        self.routing = routing
+        self.width = row_width(k, v)  # elements of a row with keys and values side by side
+        # Whether calls read keys and values of a row side by side. Then all heads of a token must have equal strides.
         self.are_side_by_side = routing.rows_per_token == 1 or groups == 1
+        # Whether received rows, chunk by chunk, already are the remote KV; and whether kept rows are.
         self.come_in_order = routing.come_in_order and self.are_side_by_side
         self.kept_in_order = routing.kept_in_order and self.are_side_by_side
         self._groups, self._dim, self._value_dim = groups, dim, v.shape[2]
@@ -119,15 +111,12 @@ def row_width(k: torch.Tensor, v: torch.Tensor) -> int:
 
 @dataclass(eq=False, slots=True)
 class RemoteKV:
-    """Keys and values that this rank's calls read.
+    """Keys and values that this rank's calls read."""
 
-    Attributes:
-        k, v: `[remote-KV rows, G, H]`, `[remote-KV rows, G, V]`.
-        both: `[remote-KV rows, G * H + G * V]`, the memory of k and v if their rows lie side by side.
-    """
-
+    # `[remote-KV rows, G, H]`, `[remote-KV rows, G, V]`.
     k: torch.Tensor
     v: torch.Tensor
+    # `[remote-KV rows, G * H + G * V]`, the memory of k and v if their rows lie side by side.
     both: torch.Tensor | None = None
 
     @classmethod
@@ -170,7 +159,6 @@ class RemoteKV:
 
     @classmethod
     def empty(cls, k: torch.Tensor, v: torch.Tensor, prepared: PreparedKV, dtype: torch.dtype) -> "RemoteKV":
-        """Returns room for all remote-KV rows."""
         count = prepared.routing.remote_kv_rows
         if prepared.are_side_by_side:
             both = k.new_empty((count, prepared.width), dtype=dtype)
@@ -227,17 +215,7 @@ class RemoteKVGradients:
 
 
 class KVDispatch:
-    """Dispatch of keys and values to the ranks that read them.
-
-    Args:
-        prepared: how rows are laid out and copied in these layers.
-        sends: whether any rank sends keys; otherwise there is nothing to receive.
-        received: rows of an earlier dispatch, to put where calls read them; then nothing is sent.
-
-    Attributes:
-        sends: whether keys are sent now.
-        received: `[received rows, G * H + G * V]`; complete chunk by chunk.
-    """
+    """Dispatch of keys and values to the ranks that read them."""
 
     def __init__(
         self,
@@ -245,7 +223,8 @@ class KVDispatch:
         v: torch.Tensor,
         prepared: PreparedKV,
         *,
-        sends: bool,
+        sends: bool,  # whether any rank sends keys; otherwise there is nothing to receive
+        # Rows of an earlier dispatch, to put where calls read them; then nothing is sent.
         received: torch.Tensor | None = None,
     ) -> None:
         self.sends, self._prepared = sends and received is None, prepared
@@ -253,12 +232,11 @@ class KVDispatch:
         self._receives = sends
         if received is None:
             received = k.new_empty((prepared.routing.received_to_remote_kv.shape[0] if sends else 0, prepared.width))
-        self.received = received
+        self.received = received  # `[received rows, G * H + G * V]`; complete chunk by chunk
         if self.sends:
             self._sent = prepared.to_send(k, v)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Starts the exchange of a chunk."""
         if self.sends:
             self._started.append(transport.exchange(chunk.keys.dispatch(self._sent, self.received, f"{where}, keys")))
 
@@ -288,7 +266,6 @@ class KVGradCombine:
             self._started.append(transport.exchange(asked))
 
     def receive(self) -> None:
-        """Waits for all chunks."""
         while self._started:
             self._started.pop(0).wait()
 

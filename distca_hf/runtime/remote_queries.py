@@ -54,23 +54,16 @@ class RemoteQueries:
 
 
 class ForwardRemoteQueries(RemoteQueries):
-    """Remote queries in forward; results are outputs and log-sum-exps.
-
-    Args:
-        q, v: `[rows, ...]` queries and values of this rank.
-        received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
-
-    Attributes:
-        kept: queries, outputs and log-sum-exps, `[remote-query rows, ...]`; complete after the last chunk.
-    """
+    """Remote queries in forward; results are outputs and log-sum-exps."""
 
     def __init__(
         self,
         layers: AlikeLayers,
+        # `[rows, ...]` queries and values of this rank.
         q: torch.Tensor,
         v: torch.Tensor,
         moves: QueryRouting,
-        received: torch.Tensor | None,
+        received: torch.Tensor | None,  # `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent
     ) -> None:
         self._dispatch = None
         if received is None:
@@ -80,6 +73,7 @@ class ForwardRemoteQueries(RemoteQueries):
         out, lse = empty_layer_outputs(remote_q, v)
         self._calls = ForwardCalls(layers.forward_calls, remote_q, out, lse)
         self._combine = ResultCombine([out, lse], moves)
+        # Queries, outputs and log-sum-exps, `[remote-query rows, ...]`; complete after the last chunk.
         self.kept = remote_q, out, lse
 
     def attend(self, chunk: ChunkRouting, remote_kv: RemoteKV, transport: Transport, where: str) -> None:
@@ -93,22 +87,16 @@ class BackwardRemoteQueries(RemoteQueries):
     kept.
 
     Owner ranks add sinks. Kept results lack them, so log-sum-exps with sinks are sent with output gradients.
-
-    Args:
-        rows: of this rank.
-        kept: rows of forward; None to send them again.
-        spec: how backward attends.
-        has_sinks: whether log-sum-exps include sinks.
     """
 
     def __init__(
         self,
         layers: AlikeLayers,
         rows: QueryRows,
-        kept: Kept | None,
+        kept: Kept | None,  # rows of forward; None to send them again
         moves: QueryRouting,
         spec: AttentionSpec,
-        has_sinks: bool,
+        has_sinks: bool,  # whether log-sum-exps include sinks
     ) -> None:
         self._without_sinks: tuple[torch.Tensor, torch.Tensor] | None = None
         if kept is None:
@@ -138,15 +126,7 @@ class BackwardRemoteQueries(RemoteQueries):
 
 
 class QueryDispatch:
-    """Dispatch of query rows to the ranks that compute them.
-
-    Args:
-        tensors: `[rows, ...]` of this rank.
-
-    Attributes:
-        tensors: `[remote-query rows, ...]` for each tensor, with local rows of the same tasks; complete chunk by
-            chunk.
-    """
+    """Dispatch of query rows to the ranks that compute them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
         self._moves = moves
@@ -157,13 +137,13 @@ class QueryDispatch:
         if self._in_place:
             self.tensors = _unpack(self._received, tensors)
             return
+        # `[remote-query rows, ...]` for each tensor, with local rows of the same tasks; complete chunk by chunk.
         self.tensors = [x.new_empty((moves.num_rows, *x.shape[1:])) for x in tensors]
         if len(moves.local_rows):
             for x, rows in zip(tensors, self.tensors, strict=True):
                 copy_rows((x,), moves.local_rows, (rows,), moves.local_to_queries)
 
     def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
-        """Starts the exchange of a chunk."""
         asked = splits.dispatch(self._sent, self._received, f"{where}, queries")
         self._started.append(transport.exchange(asked))
 
@@ -180,11 +160,8 @@ class QueryDispatch:
 
 
 class ResultCombine:
-    """Combine of remote-query rows into the layout rows that their owner ranks hold.
-
-    Args:
-        tensors: `[remote-query rows, ...]` results.
-    """
+    """Combine of remote-query rows into the layout rows that their owner ranks hold. Results are `[remote-query rows,
+    ...]`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
         self._tensors, self._moves = tensors, moves
@@ -204,7 +181,6 @@ class ResultCombine:
         self._started.append(transport.exchange(asked))
 
     def receive(self) -> None:
-        """Waits for all chunks."""
         while self._started:
             self._started.pop(0).wait()
 

@@ -38,41 +38,26 @@ Regions = tuple[tuple[Mask, ...], ...]
 
 
 class HeldLayers(NamedTuple):
-    """Numbers of layers of one kind that hold rows of other ranks, and when.
+    """Numbers of layers of one kind that hold rows of other ranks, and when."""
 
-    Attributes:
-        saved: layers that hold backward's rows from forward on.
-        recomputed: all other layers; they attend again before their backward.
-        together: most of the recomputed layers in one region; they hold the rows at the same time.
-    """
-
-    saved: int = 1
-    recomputed: int = 0
-    together: int = 0
+    saved: int = 1  # layers that hold backward's rows from forward on
+    recomputed: int = 0  # all other layers; they attend again before their backward
+    together: int = 0  # most of the recomputed layers in one region; they hold the rows at the same time
 
 
 class PassLayers(NamedTuple):
-    """Layers of a forward pass.
+    """Layers of a forward pass."""
 
-    Attributes:
-        attention_calls: number of attention calls of the pass, as far as it is known before the first pass.
-        layer_masks: masks of the model's layers, each with the number of its layers. A layer in tiles of heads counts
-            once for each tile.
-        regions: regions whose attention is recomputed.
-        layers_of_calls: number of the layer of each call, if layers make several in tiles of heads.
-    """
-
-    attention_calls: int = 1
+    attention_calls: int = 1  # number of attention calls of the pass, as far as it is known before the first pass
+    # Masks of the model's layers, each with the number of its layers. A layer in tiles of heads counts once for each
+    # tile.
     layer_masks: LayerMasks = CAUSAL_LAYERS
-    regions: Regions = ()
-    layers_of_calls: tuple[int, ...] = ()
+    regions: Regions = ()  # regions whose attention is recomputed
+    layers_of_calls: tuple[int, ...] = ()  # number of the layer of each call, if layers make several in tiles of heads
 
     def of(self, kind: Mask, longest_document_tokens: int) -> HeldLayers:
-        """Returns the layers of one kind, at least one. If no layer is known to have this mask, all may have it.
-
-        Args:
-            longest_document_tokens: a window that is at least this long counts as no window.
-        """
+        """Returns the layers of one kind, at least one. If no layer is known to have this mask, all may have it. A
+        window that is at least as long as the longest document counts as no window."""
 
         def in_kind(mask: Mask) -> bool:
             return mask.within(longest_document_tokens) == kind
@@ -95,19 +80,15 @@ ONE_LAYER = PassLayers()
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """One layer's rows that are kept until backward; empty tensors if not kept.
+    """One layer's rows that are kept until backward; empty tensors if not kept."""
 
-    Attributes:
-        keys: `[rows, G * H + G * V]` received keys and values.
-        remote_q, remote_out, remote_lse: `[remote-query rows, ...]`.
-        slot: `[number, 0]`; ranks without tokens keep theirs under this number, or nothing if it is 0. Graphs carry
-            tensors to backward, and write to memory that nobody needs any more, so it has none.
-    """
-
-    keys: torch.Tensor
+    keys: torch.Tensor  # `[rows, G * H + G * V]` received keys and values
+    # `[remote-query rows, ...]`.
     remote_q: torch.Tensor
     remote_out: torch.Tensor
     remote_lse: torch.Tensor
+    # `[number, 0]`; ranks without tokens keep theirs under this number, or nothing if it is 0. Graphs carry tensors to
+    # backward, and write to memory that nobody needs any more, so it has none.
     slot: torch.Tensor
 
     @classmethod
@@ -121,15 +102,10 @@ class Kept:
 
 @dataclass(eq=False, slots=True)
 class Received:
-    """Rows that came from other ranks in a layer's forward pass.
+    """Rows that came from other ranks in a layer's forward pass."""
 
-    Attributes:
-        keys: `[rows, G * H + G * V]` keys and values.
-        remote_q: `[remote-query rows, ...]`.
-    """
-
-    keys: torch.Tensor
-    remote_q: torch.Tensor
+    keys: torch.Tensor  # `[rows, G * H + G * V]` keys and values
+    remote_q: torch.Tensor  # `[remote-query rows, ...]`
 
     def once_more(self) -> "Received":
         """Returns detached aliases: an operator's outputs get a history, so kept rows must be other tensors."""
@@ -140,28 +116,21 @@ class Retention:
     """Decides for a micro-batch which rows of other ranks are kept until backward, and until recomputation.
 
     The first layer decides for all layers with its mask; all ranks decide alike, because fetching is an exchange.
-
-    Args:
-        facts: of the layers with one mask.
-        room_bytes: on each rank without tokens; None if there are none.
-        halos: retentions of the layers with windows, which have few rows and count before full layers'; None for a
-            layer with a window.
-
-    Attributes:
-        layers: layers of the pass with this mask; set before each pass.
-        keeps: whether received rows are kept until backward; None before the first layer. On ranks without tokens
-            it is set for each call.
     """
 
     def __init__(
         self,
         config: DistCAConfig,
-        facts: PlanFacts,
-        room_bytes: float | None = None,
+        facts: PlanFacts,  # of the layers with one mask
+        room_bytes: float | None = None,  # on each rank without tokens; None if there are none
+        # Retentions of the layers with windows, which have few rows and count before full layers'; None for a layer
+        # with a window.
         halos: "Sequence[Retention] | None" = (),
     ) -> None:
         self._config, self._facts, self._room_bytes, self._halos = config, facts, room_bytes, halos
-        self.layers = HeldLayers()
+        self.layers = HeldLayers()  # layers of the pass with this mask; set before each pass
+        # Whether received rows are kept until backward; None before the first layer. On ranks without tokens it is set
+        # for each call.
         self.keeps: bool | None = None
         self._waits: bool | None = None if room_bytes is None else False
         self._nothing: Kept | None = None

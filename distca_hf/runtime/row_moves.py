@@ -32,17 +32,12 @@ NUMBER_BYTES = 8
 
 @dataclass(frozen=True, eq=False)
 class PinnedRowMoves:
-    """Moves of this rank before their indices are copied to the device.
-
-    Attributes:
-        moves: the moves on the host.
-        indices: all indices, one after the other; in memory from which a GPU copies while the host continues.
-        images: moves of the rows of images only; None if it is not known which these are.
-    """
+    """Moves of this rank before their indices are copied to the device."""
 
     moves: RowMoves
+    # All indices, one after the other; in memory from which a GPU copies while the host continues.
     indices: torch.Tensor
-    images: "PinnedRowMoves | None"
+    images: "PinnedRowMoves | None"  # moves of the rows of images only; None if it is not known which these are
 
     @classmethod
     def prepare(cls, moves: RowMoves, pin: bool) -> Self:
@@ -88,7 +83,6 @@ class DeviceCopies:
         return cls(rows, first, more, RowSums(repeated, more[:0], more[:0], more_in_repeated, copies.parts))
 
     def of_values(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the copies of the rows of a tensor."""
         return values.index_select(0, self.rows)
 
     def summed(self, gradients: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -102,69 +96,46 @@ class DeviceCopies:
 
 @dataclass(frozen=True, eq=False)
 class DeviceHome:
-    """The way home of results of shared prefixes, with its indices on the device; see `SharedHome`.
-
-    Attributes:
-        counts: `[ranks]` number of rows to and from each rank.
-    """
+    """The way home of results of shared prefixes, with its indices on the device; see `SharedHome`."""
 
     sent: DeviceCopies
-    counts: tuple[list[int], list[int]]
+    counts: tuple[list[int], list[int]]  # `[ranks]` number of rows to and from each rank
     copied: DeviceCopies
     places: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceRowMoves:
-    """Moves of this rank with their indices on the device.
+    """Moves of this rank with their indices on the device."""
 
-    Attributes:
-        on_host: the same moves on the host. For all others see `RowMoves`.
-        images: moves of the rows of images only; None if it is not known which these are.
-        home: the way of results home, if documents share prefixes.
-    """
-
+    # The same moves on the host. For all others see `RowMoves`.
     on_host: RowMoves
     sent: torch.Tensor
     received: torch.Tensor
     positions: torch.Tensor
-    images: "DeviceRowMoves | None" = None
-    home: DeviceHome | None = None
+    images: "DeviceRowMoves | None" = None  # moves of the rows of images only; None if it is not known which these are
+    home: DeviceHome | None = None  # the way of results home, if documents share prefixes
 
 
 class PassRows:
-    """The rows of one forward pass, and of its backward pass.
-
-    Args:
-        moves: moves of this rank.
-        transport: among the ranks that hold rows.
-        shape: of the batch, `(B, L)`.
-        where: names the pass in messages.
-        before_backward: agrees with all ranks that they differentiate this pass.
-
-    Attributes:
-        num_placed, num_tokens: number of rows that this rank's layers compute; the first `num_tokens` are tokens.
-        before_backward: as given; does nothing if no rows move between ranks.
-    """
+    """The rows of one forward pass, and of its backward pass."""
 
     def __init__(
         self,
         moves: DeviceRowMoves,
         transport: Transport,
-        shape: tuple[int, int],
+        shape: tuple[int, int],  # of the batch, `(B, L)`
         where: str,
-        before_backward: Callable[[], None],
+        before_backward: Callable[[], None],  # agrees with all ranks that they differentiate this pass
     ) -> None:
+        # This rank's layers compute `num_placed` rows, of which the first `num_tokens` are tokens.
         self.num_placed, self.num_tokens, self.shape = moves.on_host.num_placed, len(moves.on_host.received), shape
         self._moves, self._transport, self._where = moves, transport, where
         self.before_backward = before_backward if moves.on_host.crosses else lambda: None
 
     def move_in(self, values: Sequence[torch.Tensor], differentiate: bool) -> list[torch.Tensor]:
         """Returns `[placed rows, ...]` of `[places, ...]` tensors; zeros in rows without a token. A collective call.
-
-        Args:
-            differentiate: whether some rank needs gradients of its values; the same on all ranks.
-        """
+        `differentiate` says whether some rank needs gradients of its values; the same on all ranks."""
         if not (differentiate or any(value.requires_grad for value in values)):
             return self.exchange(values, True, "forward", self.shapes_in(values))
         anchor = values[0].new_zeros((), dtype=torch.float32).requires_grad_()
@@ -185,7 +156,6 @@ class PassRows:
         return list(_Move.apply(self, False, None, *values))
 
     def shapes_in(self, values: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-        """Returns the shapes of values that have moved in."""
         return [(self.num_placed, *value.shape[1:]) for value in values]
 
     def exchange(

@@ -48,14 +48,7 @@ SUMS_OF_THE_LOOP = ("current_flos",)
 
 
 class ServersAnnex(Annex):
-    """Attention servers of this job.
-
-    Args:
-        context: of the ranks that train.
-
-    Raises:
-        ConfigError: a setting does not work with servers.
-    """
+    """Attention servers of this job. Raises ConfigError if a setting does not work with servers."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
@@ -146,11 +139,7 @@ def cannot_redo(trainer: Trainer) -> Iterator[str]:
 
 
 class RedoneSteps(TrainerCallback):
-    """Optimizer steps of a Trainer, which may run again.
-
-    Attributes:
-        count: times that a step has run again.
-    """
+    """Optimizer steps of a Trainer, which may run again."""
 
     def __init__(self, trainer: Trainer, context: ParallelContext) -> None:
         self.count = self._logged = 0
@@ -164,9 +153,7 @@ class RedoneSteps(TrainerCallback):
         attachment.replace(self._trainer, "training_step", self._training_step)
         attachment.add_callback(self, first=True)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, *event: object, **kwargs: object) -> None:
         """Forgets an unfinished step, which another callback has interrupted."""
         self._micro_batches.clear()
 

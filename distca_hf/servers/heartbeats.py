@@ -6,7 +6,7 @@
 
 Both sides do this in a thread, over a separate connection to the launcher's store. So a hanging training step or
 exchange delays no beat, and the thread of the step makes no requests. A server is identified by its number and its
-restarts. The process that replaces a lost one has one more restart, and joins the next membership (`LiveServers`).
+restarts. The process that replaces a lost one has one more restart, and joins the next membership (`Watch.starts`).
 Marks in its stream show the progress of a GPU (`StreamProgress`).
 """
 
@@ -44,11 +44,7 @@ LONGEST_LOOK_SECONDS = 1.0
 
 class MembershipWatch(Repeated):
     """A thread that also asks the store which memberships were lost. With several plugins, several are open at once.
-
-    Args:
-        name, pause_seconds, call: of the thread.
-        store: a connection that nothing else uses.
-    """
+    Nothing else uses its connection to the store."""
 
     def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool], store: JobStore) -> None:
         super().__init__(name, pause_seconds, call)
@@ -69,11 +65,7 @@ class MembershipWatch(Repeated):
         return membership in self._messages
 
     def abandon(self, membership: int, message: str) -> None:
-        """Gives up a membership, for all trainers and servers.
-
-        Args:
-            message: the reason. If another trainer was first, its message stays.
-        """
+        """Gives up a membership, for all trainers and servers. If another trainer was first, its message stays."""
         self._messages.setdefault(membership, message)
         with suppress(RuntimeError):  # the store is gone, and with it the job
             self._messages[membership] = self._store.set_first(_abandoned(membership), message.encode()).decode()
@@ -88,13 +80,8 @@ class MembershipWatch(Repeated):
 class Heartbeat(MembershipWatch):
     """A server's end: beats, and reads whether trainers have given up a membership.
 
-    Ends the process, with status `TRAINERS_GONE`, if the store or the supervisor is gone.
-
-    Args:
-        store: a connection that nothing else uses.
-        server: number of this server.
-        restarts: number of earlier processes of this server.
-        pipe: file descriptor to which every beat writes a byte; None without a supervisor.
+    Ends the process, with status `TRAINERS_GONE`, if the store or the supervisor is gone. Every beat writes a byte to
+    the file descriptor `pipe`; None without a supervisor.
     """
 
     def __init__(self, store: JobStore, server: int, restarts: int, pipe: int | None) -> None:
@@ -103,7 +90,6 @@ class Heartbeat(MembershipWatch):
         self._count = 0
 
     def beat(self) -> bool:
-        """Beats once, and returns True."""
         self._count += 1
         try:
             self._store.set(_beat(self._server), f"{self._restarts}.{self._count}".encode())
@@ -125,31 +111,22 @@ class Heartbeat(MembershipWatch):
 
 @dataclass
 class LastBeat:
-    """The last beat of a server that a trainer has seen.
+    """The last beat of a server that a trainer has seen."""
 
-    Attributes:
-        number: restarts and count; empty if there was none.
-        silent_seconds: how long looks have found nothing newer.
-    """
-
-    number: tuple[int, ...] = ()
-    silent_seconds: float = 0.0
+    number: tuple[int, ...] = ()  # restarts and count; empty if there was none
+    silent_seconds: float = 0.0  # how long looks have found nothing newer
 
 
 class Watch(MembershipWatch):
-    """A trainer's end: finds out which servers are alive, and which memberships are lost.
-
-    Args:
-        store: a connection that nothing else uses.
-        num_servers: of the job.
-        limit_seconds: silence after which a server counts as lost.
-    """
+    """A trainer's end: finds out which servers are alive, and which memberships are lost. A server that is silent for
+    `limit_seconds` counts as lost."""
 
     def __init__(self, store: JobStore, num_servers: int, limit_seconds: float) -> None:
         super().__init__("distca-watch", LOOK_SECONDS, self.look, store)
         self._limit_seconds = limit_seconds
         self._keys = [_beat(server) for server in range(num_servers)]
         self._last = [LastBeat() for _ in self._keys]
+        self.losses = LostServers()
         self._looked: float | None = None
 
     def restarts(self, server: int) -> int | None:
@@ -185,36 +162,18 @@ class Watch(MembershipWatch):
                 last.silent_seconds += passed_seconds
         return True
 
-
-class LiveServers:
-    """Live servers of the job, according to the heartbeats and losses that this trainer has seen.
-
-    Args:
-        watch: sees their heartbeats.
-        count: servers that were launched.
-
-    Attributes:
-        losses: how often each was lost.
-    """
-
-    def __init__(self, watch: Watch, count: int) -> None:
-        self._watch, self._count, self.losses = watch, count, LostServers()
-
     def starts(self, hang: Sequence[int] = ()) -> list[int]:
         """Returns the starts of each server: its restarts plus 1; 0 if it hangs, is lost, or was lost too often."""
-        seen = enumerate(map(self._watch.restarts, range(self._count)))
-        out = {*hang, *filter(self.losses.is_excluded, range(self._count))}
-        return [0 if start is None or server in out else start + 1 for server, start in seen]
+        servers = range(len(self._keys))
+        out = {*hang, *filter(self.losses.is_excluded, servers)}
+        return [
+            0 if start is None or server in out else start + 1
+            for server, start in enumerate(map(self.restarts, servers))
+        ]
 
     def wait_for_all(self, rank: int, patience_seconds: float) -> None:
-        """Waits until all servers have a heartbeat.
-
-        Args:
-            rank: the waiting rank, for messages.
-
-        Raises:
-            PeerLostError: some have none at the deadline; names them.
-        """
+        """Waits until all servers have a heartbeat. Raises PeerLostError if some have none at the deadline; names
+        them."""
         deadline = time.monotonic() + patience_seconds
         while 0 in (starts := self.starts()) and time.monotonic() < deadline:
             time.sleep(WAIT_SECONDS)
@@ -222,7 +181,7 @@ class LiveServers:
         if silent:
             raise PeerLostError(
                 f"rank {rank} waited {patience_seconds:g} s (timeouts.agreement_seconds) for attention server "
-                f"{', '.join(silent)} of {self._count}, and found no heartbeat; look at its own messages"
+                f"{', '.join(silent)} of {len(self._keys)}, and found no heartbeat; look at its own messages"
             )
 
     def wait_for_a_loss(self, members: Sequence[Member], patience_seconds: float) -> None:
@@ -237,29 +196,23 @@ class LiveServers:
     def lost_of(self, members: Sequence[Member]) -> str | None:
         """Returns a message about a lost member; None if there is none."""
         for server, restarts in members:
-            if self._watch.restarts(server) != restarts:
-                name, seconds = self.losses.name_of(server), self._watch.silent_seconds(server)
+            if self.restarts(server) != restarts:
+                name, seconds = self.losses.name_of(server), self.silent_seconds(server)
                 return f"{name} is lost: its last heartbeat is {seconds:.1f} s old"
         return None
 
 
 class LostServers:
-    """How often each server was lost in a row, without a counted step in between; the same on all trainers.
-
-    Attributes:
-        names: of servers, with their hosts, by their numbers.
-    """
+    """How often each server was lost in a row, without a counted step in between; the same on all trainers."""
 
     def __init__(self) -> None:
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # of servers, with their hosts, by their numbers
         self._in_a_row: Counter[int] = Counter()
 
     def name_of(self, server: int) -> str:
-        """Returns the name of a server, with its host if that is known."""
         return self.names.get(server, f"attention server {server}")
 
     def note_step(self, servers: Iterable[int]) -> None:
-        """Notes a step that counted with these servers."""
         for server in servers:
             del self._in_a_row[server]
 
@@ -285,10 +238,8 @@ class StreamProgress(Repeated):
     """How long a GPU's stream has made no progress, and whether it waits for exchanges.
 
     A thread records a mark in the stream, and the next one once the stream has passed it. It is a separate thread,
-    because its calls may block: the driver lets none through while another thread waits to launch on a full stream.
-
-    Args:
-        device: its current stream, in the thread that makes this object.
+    because its calls may block: the driver lets none through while another thread waits to launch on a full stream. It
+    watches the stream that is current in the thread that makes this object.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -308,7 +259,6 @@ class StreamProgress(Repeated):
         return self._stalled_seconds
 
     def note_start(self) -> None:
-        """Notes that an exchange has started."""
         self._started += 1
 
     def note_wait(self) -> None:

@@ -34,33 +34,21 @@ END_SECONDS = 10.0
 
 
 class JobStore:
-    """Values that processes of this job have signed.
-
-    Args:
-        store: reachable for all processes.
-        secret: shared by all processes.
-        path: of this part; keys are below it.
-
-    Attributes:
-        plain: this part without signatures, for libraries that write to it themselves.
-    """
+    """Values that processes of this job have signed."""
 
     def __init__(self, store: Store, secret: str, path: str) -> None:
+        # This part without signatures, for libraries that write to it themselves.
         self.plain: Store = PrefixStore(path, store)
         self._store, self._secret, self._path = store, secret, path
         self._macs: dict[str, hashlib.blake2b] = {}
         self._has_warned = False
 
     def part(self, name: str) -> Self:
-        """Returns a part of this one."""
         return type(self)(self._store, self._secret, f"{self._path}/{name}")
 
     def check_secret(self) -> None:
-        """Checks that this process has the same secret as the first one.
-
-        Raises:
-            ConfigError: it has another secret.
-        """
+        """Checks that this process has the same secret as the first one. Raises ConfigError if it has another
+        secret."""
         if not self._opened("secret", self.plain.compare_set("secret", "", self._signed("secret", b"same"))):  # type: ignore[arg-type]
             raise ConfigError(
                 f"this process and the first one of the job have different values of {JOB_SECRET}, or somebody else "
@@ -68,7 +56,6 @@ class JobStore:
             )
 
     def set(self, key: str, value: bytes) -> None:
-        """Writes a value."""
         self.plain.set(key, self._signed(key, value))  # type: ignore[arg-type]  # it takes bytes, too
 
     def get(self, key: str) -> bytes:
@@ -106,7 +93,6 @@ class JobStore:
             time.sleep(LOOK_SECONDS)
 
     def push(self, key: str, message: bytes) -> None:
-        """Appends a message to a queue."""
         self.plain.queue_push(key, self._signed(key, message))
 
     def pop(self, key: str) -> bytes | None:
@@ -150,12 +136,9 @@ class JobStore:
 
 
 def open_store(timeout_seconds: float) -> JobStore:
-    """Opens another connection to the launcher's store: a waiting call then delays no other user.
-
-    Raises:
-        ConfigError: no launcher keeps a store, or the processes of the job share no secret.
-        StoreLostError: it cannot be reached.
-    """
+    """Opens another connection to the launcher's store: a waiting call then delays no other user. Raises ConfigError
+    if no launcher keeps a store, or the processes of the job share no secret; StoreLostError if it cannot be
+    reached."""
     host, port, attempt = launched_store()
     secret = job_secret()
     try:
@@ -173,11 +156,7 @@ def note_end(trainer: int) -> None:
 
 
 def has_ended(store: JobStore, trainer: int) -> bool:
-    """Returns whether a trainer's script has ended.
-
-    Raises:
-        StoreLostError: the store is gone.
-    """
+    """Returns whether a trainer's script has ended. Raises StoreLostError if the store is gone."""
     try:
         return bool(store.get(_ended(trainer)))
     except RuntimeError as error:

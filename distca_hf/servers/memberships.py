@@ -34,13 +34,7 @@ from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError, first_line
 from distca_hf.servers.job_store import JobStore
-from distca_hf.torch_private import (
-    RowGroup,
-    abort_group,
-    all_to_all_of,
-    connect_group,
-    nccl_errors_end_no_process,
-)
+from distca_hf.torch_private import RowGroup, abort_group, all_to_all_of, connect_group, nccl_errors_end_no_process
 from distca_hf.version import __version__
 
 
@@ -61,12 +55,7 @@ NO_DEADLINE = timedelta(days=365)
 
 
 class Member(NamedTuple):
-    """An attention server in a membership.
-
-    Attributes:
-        server: its number.
-        restarts: how often it was started before.
-    """
+    """An attention server in a membership: its number, and how often it was started before."""
 
     server: int
     restarts: int
@@ -84,12 +73,7 @@ def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
 
 
 class MembershipTransport(TorchTransport):
-    """Exchanges of one membership. A wait ends when a member is lost.
-
-    Args:
-        lost: returns a message about a lost member, or None.
-        may_fail: returns whether a lost server costs a step instead of the job: no roll call is made then.
-    """
+    """Exchanges of one membership. A wait ends when a member is lost."""
 
     def __init__(
         self,
@@ -97,7 +81,8 @@ class MembershipTransport(TorchTransport):
         rollcall: RollCall,
         device: torch.device,
         grid: Grid,
-        lost: Callable[[], str | None],
+        lost: Callable[[], str | None],  # returns a message about a lost member, or None
+        # Returns whether a lost server costs a step instead of the job: no roll call is made then.
         may_fail: Callable[[], bool],
         traffic: Traffic | None = None,
     ) -> None:
@@ -108,11 +93,8 @@ class MembershipTransport(TorchTransport):
         self._starting, self._is_aborted = threading.Lock(), False
 
     def exchange(self, asked: AllToAll) -> TorchExchange:
-        """Starts an uneven all-to-all.
-
-        Raises:
-            ServerLostError: it could not be started, or the group was aborted: torch would reopen it, and wait.
-        """
+        """Starts an uneven all-to-all. Raises ServerLostError if it could not be started, or the group was aborted:
+        torch would reopen it, and wait."""
         with self._starting:
             if self._is_aborted:
                 raise ServerLostError(
@@ -146,11 +128,8 @@ class MembershipTransport(TorchTransport):
     def wait_for(
         self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS, of_rows: bool = True
     ) -> None:
-        """Waits for an operation.
-
-        Raises:
-            ServerLostError: it failed, or a member is lost; names the member and the place.
-        """
+        """Waits for an operation. Raises ServerLostError if it failed, or a member is lost; names the member and the
+        place."""
         pause = FIRST_LOOK_SECONDS
         while self._polls and not work.is_completed():
             message = self._lost()
@@ -232,28 +211,17 @@ def wait_for_answers(
 
 @dataclass(frozen=True)
 class Invitation:
-    """A membership that trainers have opened, as a server sees it.
-
-    Attributes:
-        members: invited servers.
-        device_type: of the rows to exchange.
-        settings: of the trainers' plugin.
-        version: of the trainers' package.
-    """
+    """A membership that trainers have opened, as a server sees it."""
 
     store: JobStore
     members: Sequence[Member]
-    device_type: str
+    device_type: str  # of the rows to exchange
     settings: Mapping[str, object]
     version: str
 
     @classmethod
     def read(cls, store: JobStore, membership: int, patience_seconds: float) -> "Invitation":
-        """Reads the invitation to a membership.
-
-        Raises:
-            PeerLostError: trainer 0 did not write it in time.
-        """
+        """Reads the invitation to a membership. Raises PeerLostError if trainer 0 did not write it in time."""
         here = membership_store(store, membership)
         content = here.read("opened", patience_seconds)
         if content is None:
@@ -301,16 +269,11 @@ def meet(
     may_fail: Callable[[], bool],
     traffic: Traffic | None = None,
 ) -> MembershipTransport:
-    """Opens the group of all trainers and members.
+    """Opens the group of all trainers and members. Raises PeerLostError if some did not come; names them.
 
     Args:
         here: part of the store that belongs to the membership.
         rank: of this process in the exchanges.
-        names: of the servers, by their numbers.
-        lost, may_fail, traffic: see `MembershipTransport`.
-
-    Raises:
-        PeerLostError: some did not come; names them.
     """
     num_ranks = num_trainers + len(members)
     by_rank = {num_trainers + place: names[member.server] for place, member in enumerate(members)}
@@ -328,15 +291,12 @@ def meet(
 
 
 def open_row_group(store: Store, rank: int, num_ranks: int, device: torch.device, timeout_seconds: float) -> RowGroup:
-    """Opens a group for rows. A collective call of all its ranks.
+    """Opens a group for rows. A collective call of all its ranks. Raises RuntimeError if some ranks did not come.
 
     Args:
         store: in which they meet; not used by anything else.
         device: where the rows live; decides between gloo and NCCL, whose group outlives its members.
         timeout_seconds: deadline of an exchange over gloo.
-
-    Raises:
-        RuntimeError: some ranks did not come.
     """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # as `comm.groups` opens its own
@@ -363,14 +323,8 @@ def _connect(group: RowGroup, num_ranks: int, device: torch.device) -> None:
 
 
 def in_time(call: Callable[[], None], seconds: float, of: str) -> None:
-    """Makes a call that may never return, in a thread that is then abandoned. Raises the call's own errors.
-
-    Args:
-        of: names the call in the error.
-
-    Raises:
-        RuntimeError: it did not return in time.
-    """
+    """Makes a call that may never return, in a thread that is then abandoned. Raises the call's own errors. Raises
+    RuntimeError if it did not return in time."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -61,12 +61,7 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """One message.
-
-    Attributes:
-        membership: number of the connection between these trainers and servers.
-        numbers: content of the order, as int64.
-    """
+    """One message."""
 
     kind: Kind
     membership: int
@@ -74,21 +69,12 @@ class Order:
 
 
 class PlanOrder(NamedTuple):
-    """The numbers of an order to route a plan.
-
-    Attributes:
-        plan: number of the plan.
-        oldest: smallest number of a plan that trainers still hold; earlier ones can be dropped.
-        micro_batch: number of the micro-batch, for messages.
-        num_chunks: chunks of the exchange in forward.
-        fingerprint: of the plan.
-        integers: the plan itself.
-    """
+    """The numbers of an order to route a plan."""
 
     plan: int
-    oldest: int
+    oldest: int  # smallest number of a plan that trainers still hold; earlier ones can be dropped
     micro_batch: int
-    num_chunks: int
+    num_chunks: int  # chunks of the exchange in forward
     fingerprint: int
     integers: IntArray
 
@@ -98,34 +84,24 @@ class PlanOrder(NamedTuple):
 
     @classmethod
     def of(cls, numbers: IntArray) -> "PlanOrder":
-        """Returns the order with these numbers."""
         plan, oldest, micro_batch, num_chunks, fingerprint = numbers[:5].tolist()
         return cls(plan, oldest, micro_batch, num_chunks, fingerprint, numbers[5:])
 
 
 class CallOrder(NamedTuple):
-    """The numbers of an order to make an attention call.
-
-    Attributes:
-        plan: number of the plan.
-        phase: a `Phase`.
-        query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
-        dtype: index of their dtype in `DTYPES`.
-        slot: number under which a server keeps rows received in forward until backward; 0: it keeps none.
-        has_sinks: whether log-sum-exps with sinks come with the output gradients of kept queries.
-        spec: numbers of an `AttentionSpec`, as doubles.
-    """
+    """The numbers of an order to make an attention call."""
 
     plan: int
     phase: int
+    # Shapes of a layer's tensors, without their rows.
     query_heads: int
     kv_heads: int
     query_dim: int
     value_dim: int
-    dtype: int
-    slot: int
-    has_sinks: int
-    spec: tuple[float, ...]
+    dtype: int  # index of their dtype in `DTYPES`
+    slot: int  # number under which a server keeps rows received in forward until backward; 0: it keeps none
+    has_sinks: int  # whether log-sum-exps with sinks come with the output gradients of kept queries
+    spec: tuple[float, ...]  # numbers of an `AttentionSpec`, as doubles
 
     def numbers(self) -> IntArray:
         """Returns all fields as one array; doubles as their bits."""
@@ -134,24 +110,17 @@ class CallOrder(NamedTuple):
 
     @classmethod
     def of(cls, numbers: IntArray) -> "CallOrder":
-        """Returns the order with these numbers."""
         plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks = numbers[:9].tolist()
         spec = tuple(numbers[9:].view(np.float64).tolist())
         return cls(plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks, spec)
 
 
 class PassOrder(NamedTuple):
-    """The numbers of an order about a pass whose calls are traced.
-
-    Attributes:
-        plan: number of the plan.
-        backward_calls: number of backward calls that follow, at the end of forward.
-        text: a `ReportedPass`, at the beginning of a pass.
-    """
+    """The numbers of an order about a pass whose calls are traced."""
 
     plan: int
-    backward_calls: int = 0
-    text: str = ""
+    backward_calls: int = 0  # number of backward calls that follow, at the end of forward
+    text: str = ""  # a `ReportedPass`, at the beginning of a pass
 
     def numbers(self) -> IntArray:
         """Returns all fields as one array; the text as its bytes."""
@@ -161,17 +130,12 @@ class PassOrder(NamedTuple):
 
     @classmethod
     def of(cls, numbers: IntArray) -> "PassOrder":
-        """Returns the order with these numbers."""
         plan, backward_calls, length = numbers[:3].tolist()
         return cls(plan, backward_calls, numbers[3:].astype("<i8").tobytes()[:length].decode())
 
 
 def encode(order: Order, sequence: int) -> bytes:
-    """Returns an order as a message.
-
-    Args:
-        sequence: number of earlier orders of this membership to the server.
-    """
+    """Returns an order as a message. `sequence` is the number of earlier orders of this membership to the server."""
     header = np.array([ORDER_VERSION, order.membership, sequence, order.kind], dtype="<i8").tobytes()
     return header + np.ascontiguousarray(order.numbers, dtype="<i8").tobytes()
 
@@ -191,11 +155,8 @@ class Sequences:
         return encode(order, sequence)
 
     def decode(self, message: bytes, where: str) -> Order | None:
-        """Returns the order in a signed message; if it came before, warns and returns None.
-
-        Raises:
-            PlanMismatchError: the message is of another version, or one before it is missing.
-        """
+        """Returns the order in a signed message; if it came before, warns and returns None. Raises PlanMismatchError
+        if the message is of another version, or one before it is missing."""
         numbers = np.frombuffer(message, dtype="<i8").astype(np.int64)
         version, membership, sequence, kind = numbers[:HEADER].tolist()
         if version != ORDER_VERSION or kind not in tuple(Kind):
@@ -228,22 +189,14 @@ def shares_of(num_servers: int, num_trainers: int, trainer: int) -> Sequence[int
 
 
 class Outbox:
-    """A trainer's end of the mailboxes of a membership: posts orders to the servers that this trainer posts to.
-
-    Args:
-        servers: number and start of each.
-    """
+    """A trainer's end of the mailboxes of a membership: posts orders to the servers that this trainer posts to."""
 
     def __init__(self, store: JobStore, servers: Sequence[tuple[int, int]]) -> None:
         self._store = store
         self._sequences = {server: Sequences() for server in servers}
 
     def post(self, order: Order) -> None:
-        """Posts an order to each server.
-
-        Raises:
-            StoreLostError: the store is gone.
-        """
+        """Posts an order to each server. Raises StoreLostError if the store is gone."""
         for server, sequences in self._sequences.items():
             try:
                 self._store.push(_queue(*server), sequences.encode(order))
@@ -255,24 +208,15 @@ class Outbox:
 
 
 class Inbox:
-    """A server's end of its mailbox.
-
-    Args:
-        server: number of the server.
-        restarts: how often it was started before. Orders for earlier processes are not read.
-    """
+    """A server's end of its mailbox. Orders for earlier processes of the server are not read."""
 
     def __init__(self, store: JobStore, server: int, restarts: int = 0) -> None:
         self._store, self._server, self._sequences = store, server, Sequences()
         self._queue = _queue(server, restarts)
 
     def next(self) -> Order | None:
-        """Returns the next order; None if none came for a while.
-
-        Raises:
-            PlanMismatchError: an order is of another version, or one before it is missing.
-            StoreLostError: the store is gone, and with it the job.
-        """
+        """Returns the next order; None if none came for a while. Raises PlanMismatchError if an order is of another
+        version, or one before it is missing; StoreLostError if the store is gone, and with it the job."""
         pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + LOOK_SECONDS
         where = f"attention server {self._server}"
         try:

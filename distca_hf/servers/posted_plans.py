@@ -54,11 +54,7 @@ log = get_logger(__name__)
 
 class MeasuredCalls(Posted):
     """Measures the calls of a plan, and posts nothing: on a server, and on trainers whose servers are all lost.
-
-    Args:
-        rank: of this process in the plan.
-        stopwatch: measures its kernels; None if their times are not needed.
-    """
+    `stopwatch` is None if times of kernels are not needed."""
 
     def __init__(self, rank: int, stopwatch: Stopwatch | None) -> None:
         self._rank, self._stopwatch = rank, stopwatch
@@ -92,14 +88,7 @@ class MeasuredCalls(Posted):
 
 class PostedPlan(MeasuredCalls):
     """A plan that servers have: its number, and the calls made with it. Servers may drop it when this object is gone
-    on the trainers.
-
-    Args:
-        transport: to the servers.
-        micro_batch: its number, for messages.
-        num_chunks: chunks of the exchange in forward.
-        fingerprint, integers: of the plan, and the plan itself.
-    """
+    on the trainers."""
 
     def __init__(
         self, transport: ServedTransport, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
@@ -167,7 +156,6 @@ class Slots:
         self._last, self._open = 0, set[int]()
 
     def open(self) -> int:
-        """Returns the next number."""
         self._last += 1
         self._open.add(self._last)
         return self._last
@@ -182,36 +170,24 @@ class Slots:
 
 
 class MeasuredKernel:
-    """A kernel whose calls are measured.
-
-    Args:
-        kernel: computes.
-        measure: returns a context in which to make a call.
-    """
+    """A kernel whose calls are measured."""
 
     def __init__(self, kernel: Kernel, measure: Callable[[], AbstractContextManager[object]]) -> None:
         self._kernel, self._measure = kernel, measure
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        """Computes as the kernel does."""
         with self._measure():
             return self._kernel.forward(inputs, spans, spec, room)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
-        """Writes gradients as the kernel does."""
         with self._measure():
             self._kernel.backward(dout_TNV, saved, gradients, spans, spec)
 
 
 class OrderedPass(NotedPass):
-    """Notes moments of a trainer, and tells servers when forward ends.
-
-    Args:
-        device: on which attention runs.
-        tell: tells servers the number of backward calls.
-    """
+    """Notes moments of a trainer, and tells servers when forward ends."""
 
     def __init__(self, device: torch.device, tell: Callable[[int], None]) -> None:
         super().__init__(device)
@@ -226,38 +202,25 @@ class OrderedPass(NotedPass):
 
 
 class ReportedPass(NamedTuple):
-    """Everything that a server must know about a pass to trace its part of it.
-
-    Attributes:
-        folder: of the traces.
-        token_bytes: bytes of one token in one layer of the model.
-        trace: of the reporting trainer, without calls.
-    """
+    """Everything that a server must know about a pass to trace its part of it."""
 
     folder: str
-    token_bytes: TokenBytes
-    trace: RankTrace
+    token_bytes: TokenBytes  # bytes of one token in one layer of the model
+    trace: RankTrace  # of the reporting trainer, without calls
 
     def text(self) -> str:
-        """Returns the text for an order."""
         return json.dumps([self.folder, *vars(self.token_bytes).values(), self.trace.line()])
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Returns the pass that a text describes."""
         folder, query, output, key_value, line = json.loads(text)
         return cls(folder, TokenBytes(query, output, key_value), read_trace(line, "an order of a trainer"))
 
 
 @dataclass
 class ServedTraces:
-    """The traces of an attention server about one membership.
-
-    Args:
-        server: its number.
-        device: on which it attends.
-        root: traces may be written only below this folder: the setting `report_folder`, or the working directory.
-    """
+    """The traces of an attention server about one membership. They may be written only below `root`: the setting
+    `report_folder`, or the working directory."""
 
     server: int
     device: torch.device
@@ -268,11 +231,6 @@ class ServedTraces:
         self._file, self._folder, self._refused = TraceFile(""), "", ""
 
     def begin(self, plan: LivePlan, text: str) -> None:
-        """Traces the pass that begins.
-
-        Args:
-            text: of a `ReportedPass`.
-        """
         reported = ReportedPass.of(text)
         root = self.root.resolve()
         if not Path(reported.folder).resolve().is_relative_to(root):

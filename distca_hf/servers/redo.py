@@ -38,17 +38,8 @@ Batch = Mapping[str, Any]
 
 
 class RepeatableStep:
-    """The micro-batches of one optimizer step, until their gradients are known to be whole.
-
-    Args:
-        transport: between the ranks and the attention servers.
-        where: names the step in messages.
-        device: on which the model trains.
-        keep: functions that each save a state, and return a function that restores it.
-
-    Attributes:
-        redos: how often it has run again.
-    """
+    """The micro-batches of one optimizer step, until their gradients are known to be whole. Functions in `keep` each
+    save a state, and return a function that restores it."""
 
     def __init__(
         self, transport: ServedTransport, where: str, device: torch.device, keep: Sequence[Callable[[], Restore]]

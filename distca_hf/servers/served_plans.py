@@ -43,19 +43,12 @@ HEADER_LENGTH = NUM_NUMBERS + NUM_ARRAYS
 
 @dataclass(frozen=True)
 class Servers(ExtraRanks):
-    """The attention servers of a plan, ranks N, N + 1, ... after N trainers.
+    """The attention servers of a plan, ranks N, N + 1, ... after N trainers. Raises ConfigError if there is no server,
+    a speed is not above 0, or not every server has a node."""
 
-    Attributes:
-        speeds: attention speed of each server, relative to a trainer (1.0).
-        trainers_attend: whether trainers compute attention, too.
-        nodes: node of each server, as in `Topology`; empty: servers and trainers are all on one node.
-
-    Raises:
-        ConfigError: there is no server, a speed is not above 0, or not every server has a node.
-    """
-
-    speeds: tuple[float, ...]
+    speeds: tuple[float, ...]  # attention speed of each server, relative to a trainer (1.0)
     trainers_attend: bool = True
+    # Node of each server, as in `Topology`; empty: servers and trainers are all on one node.
     nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,7 +64,6 @@ class Servers(ExtraRanks):
 
     @property
     def count(self) -> int:
-        """Number of servers."""
         return len(self.speeds)
 
     def some(self, chosen: Sequence[int]) -> "Servers | None":
@@ -86,11 +78,8 @@ class Servers(ExtraRanks):
         return (float(self.trainers_attend),) * num_trainers + tuple(float(speed) for speed in self.speeds)
 
     def topology(self, trainers: Topology) -> Topology:
-        """Returns the topology of the trainers, followed by the servers.
-
-        Raises:
-            ConfigError: trainers are on several nodes, and the servers' nodes are not known.
-        """
+        """Returns the topology of the trainers, followed by the servers. Raises ConfigError if trainers are on several
+        nodes, and the servers' nodes are not known."""
         if not self.nodes and trainers.num_nodes > 1:
             raise ConfigError(
                 f"{self.count} attention servers and trainers on {trainers.num_nodes} nodes: say on which node "
@@ -138,12 +127,8 @@ def plan_to_integers(plan: Plan) -> IntArray:
 
 
 def plan_from_integers(integers: IntArray) -> Plan:
-    """Reads a plan from the array that `plan_to_integers` wrote, and validates it.
-
-    Raises:
-        PlanError: the array is of another kind or version, is cut off or too long, or holds a plan that breaks its own
-            invariants.
-    """
+    """Reads a plan from the array that `plan_to_integers` wrote, and validates it. Raises PlanError if the array is of
+    another kind or version, is cut off or too long, or holds a plan that breaks its own invariants."""
     # 1. Header: numbers, and lengths that add up to the rest.
     if not isinstance(integers, np.ndarray) or integers.dtype != np.int64 or integers.ndim != 1:
         found = f"{integers.dtype} {integers.shape}" if isinstance(integers, np.ndarray) else type(integers).__name__

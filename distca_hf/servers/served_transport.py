@@ -26,7 +26,7 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.plan import ExtraRanks
-from distca_hf.servers.heartbeats import LiveServers, StreamProgress, Watch
+from distca_hf.servers.heartbeats import StreamProgress, Watch
 from distca_hf.servers.job_store import open_store
 from distca_hf.servers.memberships import (
     Member,
@@ -56,35 +56,24 @@ OPENINGS = 5
 class ServedTransport:
     """Transport of a trainer with attention servers; agreements are only among the trainers.
 
-    Args:
-        among_trainers: transport of the trainers only.
-        device: where the rows to exchange live.
-        all_servers: servers that were launched, whether they are alive or not.
-        settings: of the plugin, for the servers.
-        timeout_seconds, patience_seconds: deadlines of an exchange, and for all servers to come at the beginning.
-        limit_seconds: a server without a heartbeat for this long is lost.
-
     Attributes:
         among_trainers: see above; for batches in which no server takes part.
-        membership: number of the present connection.
-        members: servers that take part.
         extra_ranks: their part in plans; None if no server takes part.
         failed: a message about the server that was lost in this step; None if none was lost.
         in_step: whether an optimizer step that can run again has begun.
-        servers_lost: number of servers lost so far.
-        speeds: of servers, from times of the steps that counted.
         room_bytes: bytes that rows may take on each member until backward.
     """
 
     def __init__(
         self,
-        among_trainers: Transport,
+        among_trainers: Transport,  # transport of the trainers only
         device: torch.device,
-        all_servers: Servers,
-        settings: Mapping[str, object],
+        all_servers: Servers,  # servers that were launched, whether they are alive or not
+        settings: Mapping[str, object],  # of the plugin, for the servers
+        # Deadlines of an exchange, and for all servers to come at the beginning.
         timeout_seconds: float,
         patience_seconds: float,
-        limit_seconds: float,
+        limit_seconds: float,  # a server without a heartbeat for this long is lost
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size, self.grid = among_trainers.rank, among_trainers.world_size, among_trainers.grid
@@ -97,7 +86,6 @@ class ServedTransport:
         self._store = open_store(patience_seconds)
         self._store.check_secret()
         self._watch = Watch(open_store(patience_seconds), all_servers.count, limit_seconds)
-        self._live = LiveServers(self._watch, all_servers.count)
         self._wires: MembershipTransport | None = None
         self._retired: list[MembershipTransport] = []
         self._outbox = Outbox(self._store, ())
@@ -108,17 +96,14 @@ class ServedTransport:
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self._end_here)
             self._watch.begin(self._look_at_exchanges)
-            self._live.wait_for_all(self.rank, patience_seconds)
-            rows = self.gather(self._live.starts(), "attention servers").wait()
+            self._watch.wait_for_all(self.rank, patience_seconds)
+            rows = self.gather(self._watch.starts(), "attention servers").wait()
             self._open(agreed([[1, *row] for row in rows]), patience_seconds)
             if_it_fails.pop_all()
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an uneven all-to-all among trainers and members.
-
-        Raises:
-            ServerLostError: a server was lost; inside a step that can run again, the step fails.
-        """
+        """Starts an uneven all-to-all among trainers and members. Raises ServerLostError if a server was lost; inside
+        a step that can run again, the step fails."""
         if self._wires is None:
             return self.among_trainers.exchange(asked)
         outside = None if self.in_step else self._progress
@@ -199,13 +184,13 @@ class ServedTransport:
         if self._progress is not None:
             self._progress.note_rest()
         if self.failed is not None:
-            self._live.wait_for_a_loss(self.members, 2 * self._limit_seconds)
-        shown = [int(self.failed is None), *self._live.starts()]
+            self._watch.wait_for_a_loss(self.members, 2 * self._limit_seconds)
+        shown = [int(self.failed is None), *self._watch.starts()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
         self.in_step = False
         if counts:
-            self._live.losses.note_step(server for server, _ in self.members)
+            self._watch.losses.note_step(server for server, _ in self.members)
             self.extra_ranks = self.speeds.note([row[len(shown) :] for row in rows])
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
@@ -214,12 +199,8 @@ class ServedTransport:
     def order_plan(
         self, holder: object, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
     ) -> int:
-        """Posts a plan to the members, and returns its number.
-
-        Args:
-            holder: members may drop the plan when this object is gone on the trainers.
-            integers: the plan.
-        """
+        """Posts a plan to the members, and returns its number. Members may drop it when `holder` is gone on the
+        trainers."""
         self._plans += 1
         self.speeds.note_plan()
         self._alive.add(self._plans)
@@ -229,7 +210,6 @@ class ServedTransport:
         return self._plans
 
     def order(self, kind: Kind, numbers: IntArray = NO_NUMBERS) -> None:
-        """Posts an order to the members."""
         self._outbox.post(Order(kind, self.membership, numbers))
 
     def close(self) -> None:
@@ -254,14 +234,14 @@ class ServedTransport:
         """Returns a message about a lost member; None if there is none."""
         if self._watch.is_abandoned(self.membership):
             return "another trainer lost an attention server"
-        return self._live.lost_of(self.members)
+        return self._watch.lost_of(self.members)
 
     def _open(self, members: tuple[Member, ...], patience_seconds: float) -> None:
         """Opens a membership, with fewer members if some do not come. A collective call of the trainers."""
         problem, earlier = "", self.members if self.membership else members
         for _ in range(OPENINGS):
             self._retire(members)
-            members = tuple(member for member in members if not self._live.losses.is_excluded(member.server))
+            members = tuple(member for member in members if not self._watch.losses.is_excluded(member.server))
             if not members and not self._all.trainers_attend:
                 raise PeerLostError(
                     f"rank {self.rank}: none of {self._all.count} attention servers is left, and "
@@ -279,7 +259,7 @@ class ServedTransport:
                 self._watch.abandon(self.membership, problem)  # servers that opened it in vain wait for this message
             here = membership_store(self._store, self.membership)
             hang = [] if good else [one.server for one in members if not one.has_answered(here)]
-            rows = self.gather([good, *self._live.starts(hang)], f"membership {self.membership}").wait()
+            rows = self.gather([good, *self._watch.starts(hang)], f"membership {self.membership}").wait()
             if all(row[0] for row in rows):
                 self.extra_ranks = self.speeds.begin_membership(members, here if self.rank == 0 else None)
                 for server, restarts in (member for member in members if member not in earlier):
@@ -299,7 +279,7 @@ class ServedTransport:
         self._outbox = Outbox(self._store, mine)
         self.order(Kind.OPEN)
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
-        self._live.losses.names |= names
+        self._watch.losses.names |= names
         return meet(
             here,
             self.rank,
@@ -317,7 +297,7 @@ class ServedTransport:
         """Leaves the present membership. Its group ends once none of its exchanges is under way."""
         for server, restarts in (member for member in self.members if member not in members):
             self.servers_lost += 1
-            self._live.losses.note(server, restarts)
+            self._watch.losses.note(server, restarts)
         self._watch.leave(self.membership)
         if self._wires is not None:
             self.order(Kind.CLOSE)
@@ -329,11 +309,8 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows under way; a lost server may make the step fail.
-
-    Args:
-        progress: of the GPU, if the exchange belongs to no step.
-    """
+    """Rows under way; a lost server may make the step fail. `progress` is that of the GPU, if the exchange belongs to
+    no step."""
 
     def __init__(self, transport: ServedTransport, exchange: Exchange, progress: StreamProgress | None) -> None:
         self._transport, self._exchange, self._progress = transport, exchange, progress

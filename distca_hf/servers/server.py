@@ -59,14 +59,8 @@ LEAVE_SECONDS = 25.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves as the child of a supervisor, and returns the exit status.
-
-    Args:
-        arguments: numbers of `serve_job`.
-
-    Raises:
-        DistCAError: see `serve_job`.
-    """
+    """Serves as the child of a supervisor, and returns the exit status. `arguments` are the numbers of `serve_job`.
+    Raises the errors of `serve_job`."""
     number, num_trainers, num_servers, restarts, pipe = map(int, arguments)
     os.set_inheritable(pipe, False)  # the supervisor must see it close
     show_errors_once()  # and so leave them for the launcher
@@ -82,8 +76,6 @@ def serve_job(number: int, num_trainers: int, num_servers: int, restarts: int = 
 
     Args:
         number: of this server, counted over all nodes.
-        num_trainers, num_servers: of the job.
-        restarts: how often this server was started before.
         pipe: for heartbeats to its supervisor; None without one.
 
     Raises:
@@ -121,31 +113,21 @@ def without_rows(order: CallOrder, device: torch.device) -> Attended:
 
 @dataclass(eq=False)
 class Service:
-    """The server's end of one membership.
-
-    Attributes:
-        config: settings of the trainers' plugin.
-        report: shows trainers the measurements since the membership began.
-        stopwatch: measures this server's kernels.
-        traces: of the passes that trainers report.
-        plans: live plans by number, with the rows kept for their backward passes, by slot.
-    """
+    """The server's end of one membership."""
 
     transport: MembershipTransport
     config: DistCAConfig
     device: torch.device
-    report: Callable[[Reading], None]
+    report: Callable[[Reading], None]  # shows trainers the measurements since the membership began
     stopwatch: Stopwatch
     traces: ServedTraces
+    # Live plans by number, with the rows kept for their backward passes, by slot.
     plans: dict[int, tuple[LivePlan, dict[int, Kept]]] = field(default_factory=dict)
     rows: dict[tuple[int, ...], Attended] = field(default_factory=dict)
 
     def take_plan(self, order: PlanOrder) -> None:
-        """Routes a plan, and drops plans that no trainer holds any more.
-
-        Raises:
-            PlanMismatchError: it is not the plan that the trainers made.
-        """
+        """Routes a plan, and drops plans that no trainer holds any more. Raises PlanMismatchError if it is not the
+        plan that the trainers made."""
         self.report(self.stopwatch.read())  # once per micro-batch, and not during its calls
         self.traces.write_complete()
         plan = plan_from_integers(order.integers)
@@ -166,22 +148,16 @@ class Service:
         self.plans[order.plan] = live, {}
 
     def plan(self, number: int) -> tuple[LivePlan, dict[int, Kept]]:
-        """Returns the plan with a number, and the rows kept for it.
-
-        Raises:
-            PlanError: there is no plan with this number.
-        """
+        """Returns the plan with a number, and the rows kept for it. Raises PlanError if there is no plan with this
+        number."""
         if number not in self.plans:
             raise PlanError(f"a call names plan {number}, this server holds {', '.join(map(str, self.plans))}")
         return self.plans[number]
 
     @torch.no_grad()
     def call(self, order: CallOrder) -> None:
-        """Makes an attention call.
-
-        Raises:
-            PlanError: there is no plan with this number, or nothing was kept for it.
-        """
+        """Makes an attention call. Raises PlanError if there is no plan with this number, or nothing was kept for
+        it."""
         plan, kept = self.plan(order.plan)
         shapes = order[2:7]
         rows = self.rows.get(shapes)
@@ -203,8 +179,6 @@ class Server:
     """Follows the orders in its mailbox, one after the other.
 
     Args:
-        member: number and start of this server.
-        num_trainers: of the job.
         heartbeat: of this process; it also sees memberships that were lost.
         patience_seconds: deadline for trainers to write what they have announced.
     """
@@ -270,7 +244,6 @@ class Server:
         return None
 
     def _follow(self, order: Order) -> None:
-        """Follows one order."""
         if order.membership in self._lost_memberships:  # posted before its trainer noticed
             return
         where = f"attention server {self._member.server}"
@@ -364,7 +337,6 @@ class Server:
         return Service(transport, config, device, show, Stopwatch(device), traces)
 
     def _device(self, kind: str) -> torch.device:
-        """Returns the device to compute on."""
         if kind != "cuda":
             return torch.device(kind)
         local_rank, gpus = launched_local_rank(), torch.cuda.device_count()

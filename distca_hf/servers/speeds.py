@@ -52,20 +52,13 @@ Mark = int | torch.cuda.Event
 
 
 class Reading(NamedTuple):
-    """Work and time of one process.
+    """Work and time of one process."""
 
-    Attributes:
-        flops: operations of its attention calls, as planned.
-        kernel_nanoseconds: time of its kernels for them.
-        nanoseconds: time that passed.
-    """
-
-    flops: int = 0
+    flops: int = 0  # operations of its attention calls, as planned
     kernel_nanoseconds: int = 0
     nanoseconds: int = 0
 
     def plus(self, other: "Reading") -> "Reading":
-        """Returns the sum of two readings."""
         return Reading(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def since(self, earlier: "Reading") -> "Reading":
@@ -85,23 +78,14 @@ class Reading(NamedTuple):
 
 @dataclass(eq=False)
 class MeasuredCall:
-    """One attention call.
-
-    Attributes:
-        flops: operations of this rank's part.
-        kernels: beginning and end of each kernel call.
-    """
+    """One attention call."""
 
     flops: int
-    kernels: list[tuple[Mark, Mark]] = field(default_factory=list)
+    kernels: list[tuple[Mark, Mark]] = field(default_factory=list)  # beginning and end of each kernel call
 
 
 class Stopwatch:
-    """Measures the kernels of attention calls on one device, without waiting for it.
-
-    Args:
-        device: on which they run.
-    """
+    """Measures the kernels of attention calls on one device, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
@@ -217,21 +201,13 @@ class SpeedEstimates:
 
 
 class ServerSpeeds:
-    """A trainer's end: its numbers in the vote on a step, and the speeds that follow from all trainers' numbers.
-
-    Args:
-        servers: that were launched, with their initial speeds.
-        is_measured: whether speeds are measured; if not, servers keep the initial ones.
-        device: on which this trainer computes.
-
-    Attributes:
-        stopwatch: of this trainer's kernels; None if speeds are not measured.
-        busy: sum of the readings of all servers, in steps that counted.
-    """
+    """A trainer's end: its numbers in the vote on a step, and the speeds that follow from all trainers' numbers. If
+    speeds are not measured, servers keep the initial ones."""
 
     def __init__(self, servers: Servers, is_measured: bool, device: torch.device) -> None:
+        # Of this trainer's kernels; None if speeds are not measured.
         self.stopwatch = Stopwatch(device) if is_measured else None
-        self.busy = Reading()
+        self.busy = Reading()  # sum of the readings of all servers, in steps that counted
         self._servers = servers
         self._estimates = SpeedEstimates(servers.speeds[0], servers.trainers_attend)
         self._here: JobStore | None = None
@@ -242,11 +218,8 @@ class ServerSpeeds:
 
     def begin_membership(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
         """Begins to measure these members, and returns their part in plans; None if there are none. Forgets
-        measurements of a step that did not count.
-
-        Args:
-            here: part of the launcher's store with their reports, on the trainer that reads it; None on others.
-        """
+        measurements of a step that did not count. `here` has their reports, on the trainer that reads it; None on
+        others."""
         self._members, self._here, self._last_reports = members, here, None
         if self.stopwatch is not None:
             self.stopwatch.discard()
@@ -263,10 +236,7 @@ class ServerSpeeds:
 
     def numbers(self) -> list[int]:
         """Returns this trainer's numbers for the vote: its own reading, and on one trainer those of the members.
-
-        Raises:
-            StoreLostError: the store is gone.
-        """
+        Raises StoreLostError if the store is gone."""
         self._has_voted = True
         now = self._last if self.stopwatch is None else self.stopwatch.read()
         mine, self._last = now.since(self._last), now
@@ -306,11 +276,7 @@ class ServerSpeeds:
 
 
 def report(here: JobStore, server: int, reading: Reading) -> None:
-    """Writes the reading of a server since it joined a membership.
-
-    Args:
-        here: part of the launcher's store that belongs to the membership.
-    """
+    """Writes the reading of a server since it joined a membership."""
     here.write(_key(server), reading._asdict())
 
 

@@ -55,13 +55,8 @@ ERRORS = 2
 
 
 def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[str] = SERVER) -> int:
-    """Keeps a server alive until the trainers have ended, and returns the exit status.
-
-    Args:
-        number: of the server, counted over all nodes.
-        num_trainers, num_servers: of the job.
-        line: command of a server. The three numbers above, its earlier restarts and a file descriptor are appended.
-    """
+    """Keeps a server alive until the trainers have ended, and returns the exit status. The three numbers, its earlier
+    restarts and a file descriptor are appended to `line`."""
     silence_seconds = SILENT_LIMITS * DistCAConfig().timeouts.heartbeat_limit_seconds
     command = (*line, *map(str, (number, num_trainers, num_servers)))
     return Supervisor(f"attention server {number}", command, silence_seconds).run()
@@ -73,16 +68,12 @@ class Child:
     Args:
         line: its command; the file descriptor of the pipe is appended.
         silence_seconds: silence after which it is killed.
-
-    Attributes:
-        process: of the server.
-        is_silent: whether it was killed for its silence.
     """
 
     def __init__(self, line: Sequence[str], silence_seconds: float) -> None:
         self._allowed_seconds, self._silence_seconds = max(START_SECONDS, silence_seconds), silence_seconds
         self._silent_seconds = 0.0
-        self.is_silent = False
+        self.is_silent = False  # whether it was killed for its silence
         self._pipe, end = os.pipe()
         try:
             self.process = subprocess.Popen([*line, str(end)], pass_fds=[end], preexec_fn=_die_with(os.getpid()))
@@ -110,7 +101,6 @@ class Supervisor:
     """Starts one child after the other.
 
     Args:
-        name: of the server, for messages.
         line: command of a server; its earlier restarts and a file descriptor are appended.
         silence_seconds: silence after which a child is killed.
     """
@@ -166,7 +156,6 @@ class Supervisor:
         return status, f"(restart {restarts}) ended with status {status}"
 
     def _note_signal(self, number: int, frame: object) -> None:
-        """Notes a signal, to be passed on to the child."""
         if self._signal is None:
             self._signal = number
 

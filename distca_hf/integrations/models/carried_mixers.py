@@ -81,12 +81,7 @@ def halo_tokens_of(mixer: nn.Module) -> int:
 
 
 def carried_forward(mixer: nn.Module, rows: Rows, name: str) -> Callable[..., Any]:
-    """Returns a mixer's forward function, with replaced functions inside.
-
-    Args:
-        rows: returns the rows of the mixer's present call.
-        name: of the mixer, for messages.
-    """
+    """Returns a mixer's forward function, with replaced functions inside."""
     forward = _forward_of(mixer)
     names = forward.__globals__
     replaced = {key: replace(names[key], rows, name) for key, replace in REPLACED.items() if key in names}
@@ -197,11 +192,7 @@ def _selective_scan(original: Callable[..., Any], rows: Rows, name: str) -> Call
 
 
 def _check_unused(keywords: Mapping[str, Any], function: str, name: str) -> None:
-    """Checks that a mixer gives its function no argument that would be ignored.
-
-    Raises:
-        UnsupportedAttentionError: it does.
-    """
+    """Checks that a mixer gives its function no argument that would be ignored."""
     given = [key for key, value in keywords.items() if value is not None and value is not False]
     if given:
         raise UnsupportedAttentionError(
@@ -233,7 +224,6 @@ def _carried(rule: StateRule, carried: CarriedRows, name: str) -> torch.Tensor:
 
 
 def _of_whole(rule: StateRule, rows: Sequence[torch.Tensor], group: DeviceGroup) -> torch.Tensor:
-    """Returns outputs of whole documents."""
     if len(group.tokens) == 1:
         return rule.outputs(rows)
     if rule.packed is not None:
@@ -255,11 +245,8 @@ def _packed_by(function: Callable[..., Any], keyword: str) -> Packed | None:
 
 
 def _check_takes(function: Callable[..., Any], keywords: tuple[str, ...], name: str) -> None:
-    """Checks that a function takes and returns states.
-
-    Raises:
-        UnsupportedAttentionError: it does not. Transformers drops keywords that an installed kernel lacks.
-    """
+    """Checks that a function takes and returns states. Raises UnsupportedAttentionError if it does not. Transformers
+    drops keywords that an installed kernel lacks."""
     if missing := [keyword for keyword in keywords if keyword not in _parameters_of(function)]:
         raise UnsupportedAttentionError(
             f"{name} calls a kernel that has no {missing[0]!r}, so states of cut documents cannot reach it; install "

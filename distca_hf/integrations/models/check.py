@@ -14,7 +14,6 @@ call with an unknown argument is refused, and in the first forward pass every at
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -103,17 +102,9 @@ class PositionLimits:
         """Longest document that is not refused; None if there is no limit."""
         return min((limit for limit in (self._table, self._rotary) if limit is not None), default=None)
 
-    @property
-    def reach_tokens(self) -> int:
-        """Longest document that the model's positions reach."""
-        return self.longest_tokens or self.trained_tokens or sys.maxsize
-
     def check(self, longest_document_tokens: int, where: str) -> None:
-        """Checks the length of a document; warns once if it is longer than the model was trained with.
-
-        Raises:
-            UnsupportedAttentionError: the document has positions that the model lacks, or that depend on its batch.
-        """
+        """Checks the length of a document; warns once if it is longer than the model was trained with. Raises
+        UnsupportedAttentionError if the document has positions that the model lacks, or that depend on its batch."""
         longest = longest_document_tokens
         if self._rotary is not None and longest > self._rotary:
             raise UnsupportedAttentionError(f"{where}: {_rotary_refusal(self._rotary, longest)}")
@@ -140,12 +131,8 @@ def check_model(
     device: torch.device | str = "cpu",
     given_batches: bool = False,
 ) -> None:
-    """Accepts a model, or says why not.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one.
-        kernel: the kernel to use, on `device`.
-        given_batches: whether the program gives all batches. They hold whole documents, so any loss is allowed.
+    """Accepts a model, or says why not. With `given_batches` the program gives all batches: they hold whole documents,
+    so any loss is allowed.
 
     Raises:
         UnsupportedAttentionError: all reasons against the model, each with layer, setting and value.
@@ -160,11 +147,7 @@ def check_model(
 
 def refusals(model: nn.Module, longest_document_tokens: int, given_batches: bool = False) -> list[str]:
     """Returns all reasons against a model, on any device; none if it can run with a kernel that computes its layers.
-
-    Args:
-        model, longest_document_tokens, given_batches: as for `check_model`. Weights are not read: the model may be on
-            torch's meta device.
-    """
+    Arguments are those of `check_model`. Weights are not read: the model may be on torch's meta device."""
     inner = transformers_model(model)
     config = inner.config.get_text_config()
     return [
@@ -218,7 +201,6 @@ def _positions(model: PreTrainedModel, longest_document_tokens: int) -> Iterator
 
 
 def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
-    """Yields settings that are not computed."""
     if getattr(config, "alibi", False):
         yield "alibi=True: attention bias is not computed"
     if getattr(config, "is_causal", True) is False:
@@ -267,16 +249,11 @@ def refused_loss(model: PreTrainedModel) -> Iterator[str]:
 
 
 class KernelNeed(NamedTuple):
-    """Heads, window and softcap that a kernel must compute for some layers.
-
-    Attributes:
-        window_tokens: the window; 0 if no document is longer.
-        softcap: of the scores; 0 for none.
-    """
+    """Heads, window and softcap that a kernel must compute for some layers."""
 
     heads: Heads
-    window_tokens: int
-    softcap: float
+    window_tokens: int  # the window; 0 if no document is longer
+    softcap: float  # of the scores; 0 for none
 
     def operands(self, device_type: str, compute_capability: int | None, weights: torch.dtype) -> Operands:
         """Returns the operands of a call on a device. Assumes that fp32 weights compute in bf16 on a GPU."""
@@ -298,11 +275,8 @@ class KernelNeed(NamedTuple):
 
 def kernel_needs(model: PreTrainedModel, longest_document_tokens: int) -> dict[KernelNeed, list[str]]:
     """Returns what a model needs of kernels, each need with the names of its layers. A window that no document exceeds
-    does not count.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: neither config nor layers say how many heads there are.
-    """
+    does not count. Raises AttributeError, KeyError, RuntimeError or ValueError if neither config nor layers say how
+    many heads there are."""
     heads_of_layer = heads_of_layers(model)
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
     layers_of_need: dict[KernelNeed, list[str]] = {}

@@ -33,11 +33,7 @@ LARGEST_SEED = 2**62
 
 
 class CountedRows:
-    """Corrects passes of one model on placed batches.
-
-    Attributes:
-        is_noisy: whether embeddings of the pass get noise.
-    """
+    """Corrects passes of one model on placed batches."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._noise = model, HiddenHook(self._add_noise)

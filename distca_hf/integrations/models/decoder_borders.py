@@ -34,15 +34,7 @@ from distca_hf.torch_private import hidden_from_dynamo, register_first_hook
 
 # Keywords that describe the documents of a given batch; the plan describes those of placed rows.
 REPLACED_BY_PLAN = frozenset(
-    {
-        "attention_mask",
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "max_length_k",
-        "max_length_q",
-        "seq_idx",
-    }
+    {"attention_mask", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx"}
 )
 # Features of images for the first layers, only of visual tokens; and the mask of visual tokens.
 DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"
@@ -57,19 +49,12 @@ REMEMBERED_FORMS = 64
 
 
 class Columns(NamedTuple):
-    """What ranks agreed on for the columns of a pass.
+    """What ranks agreed on for the columns of a pass."""
 
-    Attributes:
-        position_rows: how many numbers make up each token's position: 1, or several (for images).
-        deep_layers: layers that get features of images; 0 if no rank has any.
-        differentiate: whether some rank needs gradients of its columns.
-        described: dtype and width of each column, by name.
-    """
-
-    position_rows: int
-    deep_layers: int
-    differentiate: bool
-    described: Mapping[str, tuple[torch.dtype, torch.Size]]
+    position_rows: int  # how many numbers make up each token's position: 1, or several (for images)
+    deep_layers: int  # layers that get features of images; 0 if no rank has any
+    differentiate: bool  # whether some rank needs gradients of its columns
+    described: Mapping[str, tuple[torch.dtype, torch.Size]]  # dtype and width of each column, by name
 
     @property
     def facts(self) -> dict[str, object]:
@@ -84,29 +69,22 @@ class Columns(NamedTuple):
 
 
 class DecoderBorders:
-    """Hooks around the text decoder of a model. They do nothing in a pass whose rows do not move.
-
-    Args:
-        counted: gets the lengths of tokens' original rows.
-        check_calls: checks the attention calls of a pass; called before results move home.
-
-    Attributes:
-        is_multimodal: whether the decoder is part of a model with towers, and may get features of images.
-        takes_features: whether it also gets features of images for its first layers.
-    """
+    """Hooks around the text decoder of a model. They do nothing in a pass whose rows do not move."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         has_position_table: bool,
-        counted: CountedRows,
+        counted: CountedRows,  # gets the lengths of tokens' original rows
+        # Checks the attention calls of a pass; called before results move home.
         check_calls: Callable[[LivePlan], None],
     ) -> None:
         decoder = text_decoder(model)
         self._decoder = backbone_of(model) if decoder is model else decoder
+        # Whether the decoder is part of a model with towers, and may get features of images.
         self.is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
-        self.takes_features = DEEP in self._names
+        self.takes_features = DEEP in self._names  # whether it also gets features of images for its first layers
         self._class_name, self._counts = type(model).__name__, "looks positions up in a table"
         if not has_position_table:
             tempers = any(map(tempers_queries, attention_layers(model).values()))
@@ -126,7 +104,6 @@ class DecoderBorders:
         ]
 
     def leave(self) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -136,14 +113,12 @@ class DecoderBorders:
         return bool(self._counts) and counts
 
     def begin(self, padded: PaddedRows | None, image_tokens: int = 0) -> None:
-        """Opens the borders for a pass on a given batch.
+        """Opens the borders for a pass on a given batch. Raises UnsupportedAttentionError if rows begin with padding,
+        which the model's positions would count.
 
         Args:
             padded: places of the tokens, if rows are padded.
             image_tokens: number of tokens that may be of images, also in padding.
-
-        Raises:
-            UnsupportedAttentionError: rows begin with padding, which the model's positions would count.
         """
         self._is_open, self._image_tokens = True, image_tokens
         if self.counts_padding(padded):
@@ -179,10 +154,7 @@ class DecoderBorders:
     @hidden_from_dynamo
     def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
         """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
-
-        Raises:
-            PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_columns_of`.
-        """
+        Raises the errors of `_columns_of`."""
         moves, given = plan.planned.moves, {**batch}
         if moves is None or not moves.on_host.changes_rows:
             return None
@@ -207,7 +179,8 @@ class DecoderBorders:
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
         columns = self._columns_of(plan, moving, positions, given, crosses=moves.on_host.crosses)
         # Positions and other whole numbers are side by side: one index then picks all numbers of a row.
-        numbers = {name: moving.pop(name) for name in [*moving] if _is_whole_number(moving[name])}
+        whole = [name for name, value in moving.items() if value.dtype == torch.int64 and value.ndim == 1]
+        numbers = {name: moving.pop(name) for name in whole}
         moving[NUMBERS] = torch.stack([*positions.expand(columns.position_rows, -1), *numbers.values()], dim=1)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
         for name in (name for name in given if name in REPLACED_BY_PLAN):
@@ -243,11 +216,8 @@ class DecoderBorders:
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
         """Returns the columns that move. Ranks agree on them if the form of their batches is new, unless nothing is
-        sent: a rank without padding has already returned, and would not take part.
-
-        Raises:
-            PlanError: this rank's columns differ from those that ranks agreed on for batches of this form.
-        """
+        sent: a rank without padding has already returned, and would not take part. Raises PlanError if this rank's
+        columns differ from those that ranks agreed on for batches of this form."""
         described = {name: (value.dtype, value.shape[1:]) for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
         now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)
@@ -335,11 +305,6 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
     return Columns(
         max(shown_by[POSITIONS]), max(shown_by[IMAGE_LAYERS]), any(shown_by["differentiate"]), now.described
     )
-
-
-def _is_whole_number(value: torch.Tensor) -> bool:
-    """Returns whether a column has one int64 per token."""
-    return value.dtype == torch.int64 and value.ndim == 1
 
 
 def _dense_deep(given: Batch, layers: int) -> torch.Tensor:

@@ -50,22 +50,16 @@ MOST_KINDS = 4
 
 
 def heads_of_layers(model: nn.Module) -> dict[str, Heads]:
-    """Returns this rank's heads of every attention layer of the text part, by the layer's name.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: as `whole_heads_of_layers`.
-    """
+    """Returns this rank's heads of every attention layer of the text part, by the layer's name. Raises the errors of
+    `whole_heads_of_layers`."""
     ranks = heads_divided_by(model)
     return {name: _of_rank(heads, ranks) for name, heads in whole_heads_of_layers(model).items()}
 
 
 def whole_heads_of_layers(model: nn.Module) -> dict[str, Heads]:
-    """Returns all heads, of all tensor ranks together, of every attention layer of the text part, by its name.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: neither the config nor the layers say how many heads there
-            are, or how wide they are.
-    """
+    """Returns all heads, of all tensor ranks together, of every attention layer of the text part, by its name. Raises
+    AttributeError, KeyError, RuntimeError or ValueError if neither the config nor the layers say how many heads there
+    are, or how wide they are."""
     layers = attention_layers(transformers_model(model))
     try:
         same = _heads_of_config(model)
@@ -82,10 +76,7 @@ def whole_heads_of_layers(model: nn.Module) -> dict[str, Heads]:
 
 def heads_of(model: nn.Module) -> Heads:
     """Returns this rank's heads of a layer; if layers differ, of the one with the most numbers in keys and values.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: as `heads_of_layers`.
-    """
+    Raises the errors of `heads_of_layers`."""
     layers = heads_of_layers(model)
     if not layers:
         return _of_rank(_heads_of_config(model), heads_divided_by(model))
@@ -119,11 +110,8 @@ def num_layers_of(model: nn.Module) -> int | None:
 
 
 def token_bytes_of(model: nn.Module) -> TokenBytes:
-    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs only their ratios.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: as `heads_of`.
-    """
+    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs only their ratios. Raises the errors of
+    `heads_of`."""
     return heads_of(model).token_bytes()
 
 
@@ -151,14 +139,7 @@ def _config(model: nn.Module, *names: str) -> dict[str, Any]:
 
 def layer_masks_of(model: nn.Module) -> LayerMasks:
     """Returns the masks of a model, each with the number of its layers: full causal layers first, then windows from
-    the shortest on.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one.
-
-    Raises:
-        UnsupportedAttentionError: a window holds no token.
-    """
+    the shortest on. Raises UnsupportedAttentionError if a window holds no token."""
     for refusal in empty_windows(model):
         raise UnsupportedAttentionError(f"{type(transformers_model(model)).__name__}: {refusal}")
     counted = Counter(masks_of_layers(model).values())
@@ -215,29 +196,17 @@ def makes_masks(model: nn.Module, kind: str) -> bool:
 
 @dataclass(frozen=True)
 class DecoderLayerKind:
-    """How a decoder layer mixes tokens.
+    """How a decoder layer mixes tokens."""
 
-    Attributes:
-        attends: whether it looks attention up by name, which lets distca compute it.
-        heads: of its attention; None without attention, or if they cannot be read.
-        mask: keys that a token sees.
-        softcap: of its scores; 0 for none.
-        sinks: whether rows of its softmax have one more term.
-        latent: whether it is multi-head latent attention.
-        mixer: class of the part that carries a state from token to token; empty without one.
-        whole_documents: whether its state cannot travel, and documents must stay whole on a rank.
-        refused: its type, or a description, if it mixes tokens in an unsupported way; otherwise empty.
-    """
-
-    attends: bool
-    heads: Heads | None = None
+    attends: bool  # whether it looks attention up by name, which lets distca compute it
+    heads: Heads | None = None  # of its attention; None without attention, or if they cannot be read
     mask: Mask = CAUSAL_MASK
-    softcap: float = 0.0
-    sinks: bool = False
+    softcap: float = 0.0  # of its scores; 0 for none
+    sinks: bool = False  # whether rows of its softmax have one more term
     latent: bool = False
-    mixer: str = ""
-    whole_documents: bool = False
-    refused: str = ""
+    mixer: str = ""  # class of the part that carries a state from token to token; empty without one
+    whole_documents: bool = False  # whether its state cannot travel, and documents must stay whole on a rank
+    refused: str = ""  # its type, or a description, if it mixes tokens in an unsupported way; otherwise empty
 
     @property
     def cuts_documents(self) -> bool:
@@ -265,10 +234,7 @@ class DecoderLayerKind:
 
 def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
     """Returns the kind of every decoder layer of the text part, in order; empty if its layers cannot be told apart.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one; it may be on torch's meta device.
-    """
+    The model may be on torch's meta device."""
     inner = transformers_model(model)
     config = inner.config.get_text_config()
     attention, masks, mixers = attention_layers(inner), masks_of_layers(inner), mixers_of(inner)

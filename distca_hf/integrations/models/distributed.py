@@ -38,19 +38,12 @@ IN_A_ROW = ("qkv_proj", "c_attn", "Wqkv")
 
 
 class ModelMesh(NamedTuple):
-    """Ranks that a model is divided between, and what each dimension of their mesh stands for.
+    """Ranks that a model is divided between, and what each dimension of their mesh stands for."""
 
-    Attributes:
-        mesh: all ranks of the job.
-        stages: names of dimensions whose ranks run different layers.
-        data: names of dimensions whose ranks hold different tokens.
-        tensor: names of dimensions whose ranks hold parts of the same layers, and the same tokens.
-    """
-
-    mesh: DeviceMesh
-    stages: tuple[str, ...]
-    data: tuple[str, ...]
-    tensor: tuple[str, ...]
+    mesh: DeviceMesh  # all ranks of the job
+    stages: tuple[str, ...]  # names of dimensions whose ranks run different layers
+    data: tuple[str, ...]  # names of dimensions whose ranks hold different tokens
+    tensor: tuple[str, ...]  # names of dimensions whose ranks hold parts of the same layers, and the same tokens
 
     def size(self, dimensions: Sequence[str]) -> int:
         """Returns the number of ranks along some dimensions."""
@@ -59,12 +52,9 @@ class ModelMesh(NamedTuple):
 
 
 def model_mesh(model: nn.Module) -> ModelMesh | None:
-    """Returns the mesh that Transformers divided a model over; None if it did not.
-
-    Raises:
-        ConfigError: it did, but over unknown ranks, or over a dimension with an unknown name.
-        UnsupportedAttentionError: it is not a Transformers model.
-    """
+    """Returns the mesh that Transformers divided a model over; None if it did not. Raises ConfigError if it did, but
+    over unknown ranks, or over a dimension with an unknown name; UnsupportedAttentionError if it is not a Transformers
+    model."""
     inner = transformers_model(model)
     manager = getattr(inner, "_mesh_manager", None)
     mesh: DeviceMesh | None = getattr(manager, "_dense_mesh", getattr(inner, "_device_mesh", None))

@@ -68,11 +68,8 @@ def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
 
 def check_divided_heads(model: nn.Module, context: ParallelContext) -> None:
     """Checks that no two ranks that share documents hold different heads: rows of one rank would meet other heads on
-    the other. FSDP2 gathers weights before they are used, and divides no heads.
-
-    Raises:
-        ConfigError: a weight of an attention layer is divided between some of these ranks; names it and the ranks.
-    """
+    the other. FSDP2 gathers weights before they are used, and divides no heads. Raises ConfigError if a weight of an
+    attention layer is divided between some of these ranks; names it and the ranks."""
     members, sharded = context.members, sharded_by_fsdp2(model)
     if sharded is None:
         return
@@ -103,11 +100,8 @@ def _weights_as_they_are(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int]:
-    """Returns the ranks of the job that share a weight with this rank, each holding a part.
-
-    Args:
-        sharded_over: mesh along which FSDP2 gathers parts before use; None if it does not shard the weight.
-    """
+    """Returns the ranks of the job that share a weight with this rank, each holding a part. FSDP2 gathers parts along
+    `sharded_over` before use; None if it does not shard the weight."""
     mesh = weight.device_mesh
     at = mesh.get_coordinate()
     if at is None or mesh == sharded_over:
@@ -123,11 +117,8 @@ def _ranks_of_parts(weight: DTensor, sharded_over: DeviceMesh | None) -> set[int
 
 
 def refused_distribution(model: nn.Module) -> Iterator[str]:
-    """Yields all reasons against the way a model, or its data, is divided between ranks.
-
-    Raises:
-        ConfigError, UnsupportedAttentionError: as `distributed.model_mesh`.
-    """
+    """Yields all reasons against the way a model, or its data, is divided between ranks. Raises the errors of
+    `distributed.model_mesh`."""
     mesh = model_mesh(model)
     tensor = 1 if mesh is None else mesh.size(mesh.tensor)
     if mesh is not None and mesh.size(mesh.stages) > 1:

@@ -17,12 +17,8 @@ from distca_hf.torch_private import hidden_from_dynamo
 class DocumentRows:
     """Rows of the documents in `[batch_size, row_tokens]` tokens.
 
-    This is not a tuple, mapping or dataclass: wrappers look into those in a model's arguments, and copy them.
-
-    Args:
-        document_tokens: `[documents]` lengths.
-        rows: `[tokens]` place of each token of these documents in the flattened batch; None: one after the other.
-        device: of the tokens.
+    This is not a tuple, mapping or dataclass: wrappers look into those in a model's arguments, and copy them. `rows`
+    are places of the documents' tokens in the flattened batch; None: one after the other.
     """
 
     def __init__(

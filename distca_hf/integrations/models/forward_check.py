@@ -71,9 +71,7 @@ class ForwardCheck:
 
     Attributes:
         layers: its attention layers by name, in the order of their numbers.
-        position_limits: longest documents that the model can take.
         towers: parts of a multimodal model outside its text part, by name.
-        masks: masks of its attention layers by name, as placement counts them.
         tiles: tiles of heads of every layer that has several; each makes an attention call.
         call_masks: masks of each layer's attention calls in a pass that runs it once.
         num_calls: attention calls of every pass; None before the first one.
@@ -104,30 +102,20 @@ class ForwardCheck:
         self.num_calls = self.calls_before = self._module_facts = self._state = None
 
     def pass_layers(self, regions: Regions) -> PassLayers:
-        """Returns the layers of the next pass, by their calls.
-
-        Args:
-            regions: see `PassLayers`.
-        """
+        """Returns the layers of the next pass, by their calls."""
         known, known_calls = self._pass_layers
         if known is None or known.regions is not regions or known_calls != self.num_calls:
-            known = self._pass_layers_of(regions)
+            masks = list(chain(*self.call_masks.values()))
+            of_calls: tuple[int, ...] = ()
+            if self.tiles and self.num_calls in (None, len(masks)):
+                of_calls = tuple(number for number, calls in enumerate(self.call_masks.values()) for _ in calls)
+            known = PassLayers(self.num_calls or len(masks), tuple(Counter(masks).items()), regions, of_calls)
             self._pass_layers = known, self.num_calls
         return known
 
-    def _pass_layers_of(self, regions: Regions) -> PassLayers:
-        masks = list(chain(*self.call_masks.values()))
-        of_calls: tuple[int, ...] = ()
-        if self.tiles and self.num_calls in (None, len(masks)):
-            of_calls = tuple(number for number, calls in enumerate(self.call_masks.values()) for _ in calls)
-        return PassLayers(self.num_calls or len(masks), tuple(Counter(masks).items()), regions, of_calls)
-
     def facts(self, again: bool) -> dict[str, object]:
         """Returns facts about the model that must be the same on all ranks. Reads modules once, before the first pass.
-
-        Args:
-            again: whether to read again which parameters are trained.
-        """
+        If `again`, reads again which parameters are trained."""
         if self._module_facts is None:
             self._module_facts = module_facts(self._root)
         elif again:
@@ -135,11 +123,8 @@ class ForwardCheck:
         return self._module_facts | self._config_facts.now()
 
     def shared_state(self, grid: Grid) -> dict[str, dict[str, str]]:
-        """Returns checksums of weights and buffers to compare in this pass; see `SharedState`.
-
-        Args:
-            grid: of all ranks. Tensor ranks may hold parts of weights that torch does not know about.
-        """
+        """Returns checksums of weights and buffers to compare in this pass; see `SharedState`. Tensor ranks may hold
+        parts of weights that torch does not know about."""
         if len(grid.members(Scope.LAYERS)) == 1:
             return {}
         if self._state is None:
@@ -147,11 +132,8 @@ class ForwardCheck:
         return self._state.now()
 
     def check_model(self, module: nn.Module) -> None:
-        """Checks that the model is the one that was enabled, and that it still attends through distca.
-
-        Raises:
-            PlanError: it is a copy, or its attention implementation was changed.
-        """
+        """Checks that the model is the one that was enabled, and that it still attends through distca. Raises
+        PlanError if it is a copy, or its attention implementation was changed."""
         if module is not self._root:
             raise PlanError(
                 f"this {type(module).__name__} is a copy of a model that was enabled; call distca_hf.enable(copy, "
@@ -160,14 +142,9 @@ class ForwardCheck:
         self.check_implementation(trains=True)
 
     def check_implementation(self, trains: bool) -> None:
-        """Checks that the model still attends through distca, even if a rank attends locally.
-
-        Args:
-            trains: whether the pass trains. If not, another implementation may be intended, and only warns once.
-
-        Raises:
-            PlanError: its attention implementation was changed.
-        """
+        """Checks that the model still attends through distca, even if a rank attends locally. In a pass that does not
+        train, another implementation may be intended: only warns then, once. Raises PlanError if its attention
+        implementation was changed."""
         now = map(attention_of, self._attention_configs)
         others = [implementation for implementation in now if implementation != IMPLEMENTATION]
         if not others or (not trains and self._warned_of_implementation):
@@ -185,11 +162,7 @@ class ForwardCheck:
 
     def images_wait(self, trains: bool) -> bool:
         """Returns whether a rank with images waits for ranks without images: for weights of its towers, or for their
-        gradients. Call it after the model was wrapped.
-
-        Args:
-            trains: whether backward follows.
-        """
+        gradients. Call it after the model was wrapped."""
         modules = [module for tower in self.towers.values() for module in tower.modules()]
         parts = [id(part) for of in modules for part in (*of._modules.values(), *of._parameters.values())]
         if parts != self._tower_parts:  # wrapping replaced modules, or weights
@@ -214,11 +187,8 @@ class ForwardCheck:
         return list(weights_beside_text(transformers_model(self._root)).values()) if self.towers else []
 
     def check_plan(self, plan: LivePlan) -> None:
-        """Checks that the model's positions reach the end of the longest document; warns of another plugin.
-
-        Raises:
-            UnsupportedAttentionError: they do not.
-        """
+        """Checks that the model's positions reach the end of the longest document; warns of another plugin. Raises
+        UnsupportedAttentionError if they do not."""
         self.position_limits.check(plan.longest_document_tokens, f"micro-batch {plan.micro_batch}")
         if plan.config is self._config or self._warned_of_plugin:
             return
@@ -236,12 +206,9 @@ class ForwardCheck:
             )
 
     def check_placed(self, batch: Batch, plan: LivePlan) -> None:
-        """Checks that a placed batch still has everything that a model cannot derive from its tokens.
-
-        Raises:
-            PlanError: the model would count positions, or shift labels, itself.
-            UnsupportedAttentionError: it always shifts labels itself.
-        """
+        """Checks that a placed batch still has everything that a model cannot derive from its tokens. Raises PlanError
+        if the model would count positions, or shift labels, itself; UnsupportedAttentionError if it always shifts
+        labels itself."""
         if plan.label_tokens is None:  # a batch of the user's
             return
         if not self._takes_placed and (reasons := list(refused_loss(transformers_model(self._root)))):
@@ -263,12 +230,9 @@ class ForwardCheck:
             )
 
     def check_calls(self, plan: LivePlan) -> None:
-        """Checks at the end of a pass that it had as many attention calls as every earlier pass.
-
-        Raises:
-            UnsupportedAttentionError: some layers computed something else in the first pass.
-            PlanError: some layers did so, or were left out, in a later pass.
-        """
+        """Checks at the end of a pass that it had as many attention calls as every earlier pass. Raises
+        UnsupportedAttentionError if some layers computed something else in the first pass; PlanError if some layers
+        did so, or were left out, in a later pass."""
         calls = plan.forward_pass.calls
         expected = sum(map(len, self.call_masks.values()))
         if self.num_calls is None and calls < expected:
@@ -311,11 +275,7 @@ class ForwardCheck:
 
 
 def module_facts(model: nn.Module) -> dict[str, object]:
-    """Returns facts about modules and parameters. Call it once: reading all modules takes milliseconds.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one.
-    """
+    """Returns facts about modules and parameters. Call it once: reading all modules takes milliseconds."""
     inner = transformers_model(model)
     names = [(name, getattr(layer, "layer_idx", None)) for name, layer in attention_layers(inner).items()]
     # Without shapes of weights: sharding gives each rank a different part of them.

@@ -4,6 +4,7 @@ Hooks find or make the plan of every batch, and check its pass. Batches of `plug
 For any other training batch, ranks agree here. Its plan is made ahead, or when the decoder begins.
 """
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -72,26 +73,14 @@ def watch_of(model: nn.Module | None) -> "ForwardWatch | None":
 
 
 class ForwardWatch:
-    """Watches the forward passes of a model, through hooks on its outermost module.
-
-    Attributes:
-        context: settings and transports that its passes follow.
-        planner: plans given batches; None before the first one.
-        position_limits: how long documents of the model may be.
-        flops: floating-point operations of the model; None if unknown.
-        report: logs lines about the training.
-        reported_steps: writes traces of reported passes.
-        attention_dtype: dtype of attention in the latest batch with a plan; None before the first one.
-        loss: decides whether head and loss run on placed rows.
-        reader: reads the documents of batches.
-        towers: lets ranks compute images of others.
-    """
+    """Watches the forward passes of a model, through hooks on its outermost module."""
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
         self.root, self.context = root, context
-        self.planner: GivenPlanner | None = None
+        self.planner: GivenPlanner | None = None  # plans given batches; None before the first one
         inner = transformers_model(root)
         self.flops, self.report = step_flops(root), RunReport(context)
+        # Dtype of attention in the latest batch with a plan; None before the first one.
         self.attention_dtype: torch.dtype | None = None
         self._class_name, self._written = type(inner).__name__, WrittenBatches()
         self._is_running, self._logged_cache, self._passes_with_gradients = False, False, 0
@@ -172,7 +161,6 @@ class ForwardWatch:
         self._passes_with_gradients = 0
 
     def is_running(self) -> bool:
-        """Returns whether the model is in a forward pass."""
         return self._is_running
 
     def bookmark_given(self) -> Callable[[], None]:
@@ -381,7 +369,8 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     """
     follow_mesh(model, plugin)
     longest = longest_document_tokens or plugin.tokens_per_rank * len(plugin.members.token_ranks)
-    longest = longest or PositionLimits(transformers_model(model)).reach_tokens
+    limits = PositionLimits(transformers_model(model))
+    longest = longest or limits.longest_tokens or limits.trained_tokens or sys.maxsize
     check_model(model, longest, plugin.kernel, plugin.device, given_batches=not plugin.tokens_per_rank)
     inner = transformers_model(model)
     watch = watch_of(inner)

@@ -64,11 +64,8 @@ TAKE_MODULE = ("attention_interface", "hasattr")
 
 
 def tiled_attention(model: PreTrainedModel, most: int) -> dict[nn.Module, int]:
-    """Returns the number of tiles of every attention module of a model that runs in more than one.
-
-    Raises:
-        ConfigError: there is none, or a module cannot run on some of its heads; names the module and the reason.
-    """
+    """Returns the number of tiles of every attention module of a model that runs in more than one. Raises ConfigError
+    if there is none, or a module cannot run on some of its heads; names the module and the reason."""
     layers, setting = attention_layers(model), f"{TiledAttention.setting}={most}"
     if heads_divided_by(model) > 1:
         raise ConfigError(f"{setting}: tensor ranks divide the heads of this model already; leave out one of the two")
@@ -174,10 +171,7 @@ class TiledAttention(TiledForward):
     @hidden_from_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Runs the module in tiles; with a cache, outside of training, on all heads, because a cache has all of them.
-
-        Raises:
-            ConfigError: the module has parts that act on all heads, or results of them.
-        """
+        Raises ConfigError if the module has parts that act on all heads, or results of them."""
         if any(isinstance(given, Cache) for given in (*args, *kwargs.values())):
             if not (self.module.training and torch.is_grad_enabled()):
                 whole: tuple[Any, ...] = type(self.module).forward(self.module, *args, **kwargs)
@@ -223,7 +217,6 @@ class TiledAttention(TiledForward):
         return output
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs a tile."""
         returned = type(self.module).forward(part, *args, **kwargs)
         if not isinstance(returned, tuple) or len(returned) != 2 or returned[1] is not None:
             raise ConfigError(
@@ -254,11 +247,7 @@ class TiledAttention(TiledForward):
             )
 
     def _parts(self, sums_gradient: bool) -> list[nn.Module]:
-        """Returns the module once for each tile, with rows of its heads.
-
-        Args:
-            sums_gradient: whether to sum gradients of the input.
-        """
+        """Returns the module once for each tile, with rows of its heads."""
         module = self.module
         kv_heads = heads_of_tiles(_kv_heads(module), self.most)
 
@@ -318,11 +307,7 @@ def _rows_of(projection: Any, rows: list[int]) -> list[Callable[..., Any]]:
 
 
 class _SummedGradient:
-    """Sum of an input's gradients of all projections in all tiles, in fp32 at least.
-
-    Args:
-        parts: number of these gradients.
-    """
+    """Sum of an input's gradients of all projections in all tiles, in fp32 at least."""
 
     def __init__(self, parts: int) -> None:
         self._parts = self._missing = parts

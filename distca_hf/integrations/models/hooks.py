@@ -47,11 +47,8 @@ class HiddenHook(Hook):
 
 
 class BackboneCalls:
-    """Hooks around the backbone of one model.
-
-    Args:
-        begin, end: the hooks around the root; called as for a pass of the root, with keywords only.
-    """
+    """Hooks around the backbone of one model. `begin` and `end` are the hooks around the root, called as for a pass of
+    the root, with keywords only."""
 
     def __init__(
         self,

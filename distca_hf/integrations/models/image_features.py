@@ -46,23 +46,16 @@ WIDTHS, DEPTHS = ("hidden_size", "embed_dim", "embed_hidden_size"), ("num_hidden
 
 
 class Towers(NamedTuple):
-    """What is known of a model's towers.
+    """What is known of a model's towers."""
 
-    Attributes:
-        stay: why images must stay where they arrived; empty if they may move.
-        cost: work of an image.
-        side: side of a patch in pixels, for towers that take whole images.
-        has_frames: whether each frame of a video is computed like an image.
-        cast: attribute of the backbone, such as "visual.dtype", to which pixels are cast before anything else; or
-            empty. Under autocast, too, they are then cast to it.
-        not_settings: names of arguments of forward that are not settings of the tower; None if it gets no settings.
-    """
-
-    stay: str
-    cost: ImageCost = ImageCost()
-    side: int = 1
-    has_frames: bool = False
+    stay: str  # why images must stay where they arrived; empty if they may move
+    cost: ImageCost = ImageCost()  # work of an image
+    side: int = 1  # side of a patch in pixels, for towers that take whole images
+    has_frames: bool = False  # whether each frame of a video is computed like an image
+    # Attribute of the backbone, such as "visual.dtype", to which pixels are cast before anything else; or empty. Under
+    # autocast, too, they are then cast to it.
     cast: str = ""
+    # Names of arguments of forward that are not settings of the tower; None if it gets no settings.
     not_settings: frozenset[str] | None = None
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, object]:
@@ -204,7 +197,6 @@ def compute_features(
     """Returns the features of images; None without images.
 
     Args:
-        settings: further arguments of the tower.
         pixels: patches or whole images.
         sizes: `[images, 3]` as in `BatchImages`.
     """

@@ -35,22 +35,15 @@ NOT_CARRIED = frozenset({MASK, "seq_idx"})
 @lru_cache(maxsize=256)
 def keeps_keywords(forward: Callable[..., Any], mixer: str) -> bool:
     """Returns whether a layer does not pass further keywords on to its mixer, according to the source of its forward
-    function; False without a source.
-
-    Args:
-        mixer: name of the layer's attribute.
-    """
+    function; False without a source."""
     calls_it = re.search(rf"self\.{mixer}\((?:[^()]|\([^()]*\))*\)", source_of(forward))
     return calls_it is not None and "**" not in calls_it.group()
 
 
 class CalledFunctions:
-    """The functions that mixers of one class call: their forward function, and what it finds in its module.
-
-    Raises:
-        UnsupportedAttentionError: someone has wrapped the forward function. Functions are replaced inside it, so the
-            wrapper would not run.
-    """
+    """The functions that mixers of one class call: their forward function, and what it finds in its module. Raises
+    UnsupportedAttentionError if someone has wrapped the forward function. Functions are replaced inside it, so the
+    wrapper would not run."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self._class = type(mixer)
@@ -70,11 +63,7 @@ class CalledFunctions:
 
     def has_changed(self) -> bool:
         """Returns whether a function of the module has changed since the last call. Compares objects, in 2 µs for all
-        mixers of a class.
-
-        Raises:
-            UnsupportedAttentionError: the forward function has changed.
-        """
+        mixers of a class. Raises UnsupportedAttentionError if the forward function has changed."""
         if self._class.forward is not self._forward:
             raise UnsupportedAttentionError(
                 f"{self._class.__name__}.forward was replaced after distca_hf.enable, which replaces functions that "
@@ -95,20 +84,16 @@ def _is_foreign(function: Any) -> bool:
 
 
 class Apart:
-    """The forward function of a mixer, in which documents do not see each other.
-
-    Attributes:
-        name: of the mixer.
-        documents: rows of the layer's latest call; None if every row of the batch is a document.
-        mixed: rows of the mixer's latest call, which may be a recomputation.
-        before: the forward function that was set on the module before; None if it had only its class's.
-    """
+    """The forward function of a mixer, in which documents do not see each other."""
 
     def __init__(self, mixer: nn.Module, name: str) -> None:
+        # Rows of the layer's latest call; None if every row of the batch is a document.
         self.documents: CarriedRows | DocumentRows | None = None
+        # Rows of the mixer's latest call, which may be a recomputation.
         self.mixed: CarriedRows | DocumentRows | None = None
         self.name = name
         self._carried: Callable[..., object] | None = None
+        # The forward function that was set on the module before; None if it had only its class's.
         self.before = vars(mixer).get("forward")
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = inspect.signature(mixer.forward).parameters.values()
@@ -123,11 +108,8 @@ class Apart:
         self._carried = None
 
     def carried(self) -> Callable[..., object]:
-        """Returns the forward function for rows whose states travel.
-
-        Raises:
-            UnsupportedAttentionError: a function that the mixer calls takes no states.
-        """
+        """Returns the forward function for rows whose states travel. Raises UnsupportedAttentionError if a function
+        that the mixer calls takes no states."""
         if self._carried is None:
             self._carried = carried_forward(self._mixer, self._rows, self.name)
         return self._carried
@@ -174,11 +156,8 @@ class Apart:
 
 
 class GiveDocuments:
-    """A hook of a layer: gives the documents of the pass to the layer's mixers.
-
-    Args:
-        by_mask: whether ours takes the place of the mask, because the layer does not pass keywords on.
-    """
+    """A hook of a layer: gives the documents of the pass to the layer's mixers. With `by_mask` they take the place of
+    the mask, because the layer does not pass keywords on."""
 
     def __init__(self, layer_name: str, mixers: list[Apart], by_mask: bool) -> None:
         self._layer_name, self._mixers, self._by_mask = layer_name, mixers, by_mask

@@ -64,11 +64,7 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def needs_whole_documents(model: nn.Module) -> bool:
     """Returns whether a model has attention and mixers whose states cannot travel. A model without attention is
-    refused elsewhere.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one.
-    """
+    refused elsewhere."""
     inner = transformers_model(model)
     mixers = mixers_of(inner)
     return bool(attention_layers(inner) and mixers) and not all(map(carries, mixers.values()))
@@ -118,21 +114,16 @@ def _carries_state(module_class: Hashable) -> bool:
 
 
 class MixerWatch:
-    """Watches the mixers of one model; does nothing if there are none.
-
-    Attributes:
-        lengths: returns lengths of the documents of a batch, and checks them.
-        carry: whether there are mixers, and the states of all of them travel.
-        need_whole: whether there are mixers that need whole documents.
-        halo_tokens: see `halo_tokens_for`.
-    """
+    """Watches the mixers of one model; does nothing if there are none."""
 
     def __init__(self, model: PreTrainedModel, accepts_use_cache: bool) -> None:
         self._model, self._accepts_use_cache = model, accepts_use_cache
         self.mixers = mixers_of(model)
         carry = [carries(mixer) for mixer in self.mixers.values()]
+        # Whether there are mixers, and the states of all of them travel; whether some need whole documents.
         self.carry, self.need_whole = bool(carry) and all(carry), not all(carry)
         self.halo_tokens = halo_tokens_for(model)
+        # Returns lengths of the documents of a batch, and checks them.
         self.lengths = stated_lengths if self.mixers else document_lengths
         classes = {type(mixer): mixer for mixer in self.mixers.values()}
         named = ", ".join(sorted(one.__name__ for one in classes))
@@ -226,12 +217,9 @@ class MixerWatch:
         return True
 
     def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
-        """Returns further keywords for a local pass of this rank.
-
-        Raises:
-            UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
-            PackingError: nothing says where documents begin, sources disagree, or the batch asks for a cache.
-        """
+        """Returns further keywords for a local pass of this rank. Raises UnsupportedAttentionError if ZeRO-3 divides
+        the weights of mixers; PackingError if nothing says where documents begin, sources disagree, or the batch asks
+        for a cache."""
         self._rows = None
         if not self.mixers:
             return {}
@@ -253,11 +241,8 @@ class MixerWatch:
         return {KEYWORD: self._rows} | ({"use_cache": False} if self._accepts_use_cache else {})
 
     def check_ran(self) -> None:
-        """Checks after a pass that the mixers of each layer that ran kept documents apart.
-
-        Raises:
-            UnsupportedAttentionError: a layer called something else instead of its mixer.
-        """
+        """Checks after a pass that the mixers of each layer that ran kept documents apart. Raises
+        UnsupportedAttentionError if a layer called something else instead of its mixer."""
         rows, self._rows = self._rows, None
         for apart in self._apart if rows is not None else ():
             if apart.documents is rows and apart.mixed is not rows:
@@ -275,12 +260,9 @@ class MixerWatch:
             log.info("%s call other functions than in the pass before; states travel through these", self._named)
 
     def _check_weights(self) -> None:
-        """Checks that the weights of mixers are available while a layer runs.
-
-        Raises:
-            UnsupportedAttentionError: ZeRO-3 gathers them for each part of a mixer. Parts run once for documents of
-                about one length, so a different number of times on each rank, and ranks would wait for each other.
-        """
+        """Checks that the weights of mixers are available while a layer runs. Raises UnsupportedAttentionError if
+        ZeRO-3 gathers them for each part of a mixer. Parts run once for documents of about one length, so a different
+        number of times on each rank, and ranks would wait for each other."""
         # ds_id: DeepSpeed's mark of a parameter that ZeRO-3 divides.
         if any(hasattr(parameter, "ds_id") for mixer in self.mixers.values() for parameter in mixer.parameters()):
             raise UnsupportedAttentionError(

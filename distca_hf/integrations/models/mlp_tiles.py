@@ -38,11 +38,7 @@ NAMES = ("mlp", "feed_forward")
 
 
 def tiled_mlps(model: PreTrainedModel, tile_tokens: int) -> list[nn.Module]:
-    """Returns the MLPs of a model that can run in tiles.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Returns the MLPs of a model that can run in tiles. Raises ConfigError if there are none."""
     layers = [part for part in text_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
     mlps = [mlp for layer in layers if (mlp := mlp_of(layer)) is not None]
     if not mlps:
@@ -73,7 +69,6 @@ class TiledMlp(TiledForward):
     _needs_graph = False
 
     def run(self, x_1TD: torch.Tensor) -> torch.Tensor:
-        """Runs the MLP on a tile."""
         output: torch.Tensor = (
             type(self.module).forward(self.module, x_1TD) if self.replaced is None else self.replaced(x_1TD)
         )

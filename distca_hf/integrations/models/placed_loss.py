@@ -54,21 +54,15 @@ TOKEN_HEADS, TOKEN_FLAG = "trl.trainer.utils", "fused_lm_head"
 
 
 class PlacedLoss:
-    """Decides for each pass of one model whether its head and loss run on placed rows.
-
-    Args:
-        root: the module that was enabled; it may wrap the model.
-
-    Attributes:
-        is_unlogged: whether a pass since the last log returned a loss of placed rows.
-    """
+    """Decides for each pass of one model whether its head and loss run on placed rows. `root` was enabled, and may
+    wrap the model."""
 
     def __init__(self, model: PreTrainedModel, root: nn.Module) -> None:
         self._model, self._root = model, root
         self._is_multimodal = text_decoder(model) is not model
         self._reads_more = READER_UNKNOWN
         self._said: set[str] = set()
-        self.is_unlogged = False
+        self.is_unlogged = False  # whether a pass since the last log returned a loss of placed rows
         self._returning = Returning.STATES
         self._rows: PassRows | None = None
         self._shifted: tuple[object, torch.Tensor] | None = None
@@ -83,11 +77,8 @@ class PlacedLoss:
 
     @contextmanager
     def read_as_sum(self, unless: str) -> Iterator[None]:
-        """Runs passes from which only the sum of their losses over ranks is read.
-
-        Args:
-            unless: why more is read; empty if it is not.
-        """
+        """Runs passes from which only the sum of their losses over ranks is read. `unless` says why more is read;
+        empty if it is not."""
         before, self._reads_more = self._reads_more, unless
         try:
             yield
@@ -139,14 +130,8 @@ class PlacedLoss:
         return ""
 
     def begin(self, batch: Batch | None) -> tuple[Returning, str]:
-        """Begins a pass on a given batch.
-
-        Args:
-            batch: None if it does not train, or its rows cannot move.
-
-        Returns:
-            What must return to this rank, and why if it is hidden states, otherwise empty.
-        """
+        """Begins a pass on a given batch. `batch` is None if it does not train, or its rows cannot move. Returns what
+        must return to this rank, and why if it is hidden states, otherwise empty."""
         # The previous pass may have raised.
         self._rows, self._shifted, self._returning = None, None, Returning.STATES
         if batch is None:

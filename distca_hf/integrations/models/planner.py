@@ -32,11 +32,7 @@ from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
 
 def step_flops(model: nn.Module) -> StepFlops | None:
     """Counts the operations of a model's forward and backward pass; None if its configuration does not say enough, or
-    weights are quantised.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one; ZeRO-3 may already have divided it.
-    """
+    weights are quantised. ZeRO-3 may already have divided the model."""
     try:
         heads = heads_of_layers(model)
         counted = _matrices(model)
@@ -51,11 +47,8 @@ def step_flops(model: nn.Module) -> StepFlops | None:
 
 def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[bool, bool], grid: Grid) -> Predictable:
     """Returns what `distca report` needs to predict seconds of a pass (costs at rates of an H200, and sizes for a
-    measured profile) and to count its work; nothing if operations are unknown.
-
-    Args:
-        recomputes: whether backward recomputes layers, and whether it recomputes attention.
-    """
+    measured profile) and to count its work; nothing if operations are unknown. `recomputes` says whether backward
+    recomputes layers, and whether it recomputes attention."""
     if flops is None:
         return Predictable()
     layers, attention = recomputes
@@ -122,11 +115,7 @@ def _shape(parameter: nn.Parameter) -> Sequence[int]:
 
 def shares_of_experts(model: nn.Module) -> dict[str, float | None]:
     """Returns which part of its weights a token uses, for every module of experts by its name; None if unknown. Layers
-    may have different numbers of experts, and of experts that a token uses.
-
-    Args:
-        model: on any device, including torch's meta device.
-    """
+    may have different numbers of experts, and of experts that a token uses."""
     modules, shares = dict(model.named_modules()), dict[str, float | None]()
     for name, module in modules.items():
         stacked = {_shape(weight)[0] for weight in module.parameters(recurse=False) if len(_shape(weight)) == 3}
@@ -155,16 +144,10 @@ def planner_for(
     extra_ranks: ExtraRanks | None = None,
     step_shape: StepShape | None = None,
 ) -> PlacedPlanner:
-    """Returns a planner for batches of a model, which the ranks of a context share.
-
-    Args:
-        model: None for any model with full causal attention, whose heads are not divided.
-        extra_ranks, step_shape: see `PlacedPlanner`.
-
-    Raises:
-        AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
-            config nor its layers say how many heads there are, or how wide they are.
-    """
+    """Returns a planner for batches of a model, which the ranks of a context share. `model` is None for any model with
+    full causal attention, whose heads are not divided. Raises AttributeError, KeyError, RuntimeError or ValueError if
+    the size of a token is needed, and neither the model's config nor its layers say how many heads there are, or how
+    wide they are."""
     members = context.members
     planner = PlacedPlanner(context, len(members.token_ranks), extra_ranks=extra_ranks, step_shape=step_shape)
     if model is None:
@@ -183,13 +166,7 @@ def planner_for(
 
 
 def reading_for(model: nn.Module | None, unlearnt_token: int | None = None, in_stages: bool = False) -> Reading:
-    """Returns what to read from rows for batches of a model.
-
-    Args:
-        model: None for any model.
-        unlearnt_token: a token that is never a label.
-        in_stages: whether pipeline stages run the model; they pass only tokens.
-    """
+    """Returns what to read from rows for batches of a model. Stages of a pipeline (`in_stages`) pass only tokens."""
     if model is None:
         return Reading(unlearnt_token=unlearnt_token)
     inner = transformers_model(model)

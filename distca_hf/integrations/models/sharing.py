@@ -49,15 +49,7 @@ FORWARDS = ("forward", "get_image_features", "get_video_features", "get_placehol
 
 
 class Sharing:
-    """Decides whether documents of a model's batches may share prefixes.
-
-    Args:
-        mixers: layers of the model that carry a state.
-
-    Attributes:
-        has_paid: whether an earlier batch of one rank shared enough. Then batches are read ahead.
-        following: readings of the batches that are known when a step begins.
-    """
+    """Decides whether documents of a model's batches may share prefixes."""
 
     def __init__(self, root: nn.Module, config: DistCAConfig, mixers: MixerWatch) -> None:
         self._root, model = root, transformers_model(root)
@@ -66,8 +58,9 @@ class Sharing:
         self._before_layers, self._mixers = dict.fromkeys(before), mixers
         self._configs = model.config.get_text_config(), model.config
         self._refusal = never_shared(config.shared_prefix_tokens, mixers.need_whole)
-        self.following: Sequence[Reading | None] = ()
-        self._least_tokens, self._looks, self.has_paid = config.shared_prefix_tokens, 0, False
+        self.following: Sequence[Reading | None] = ()  # of the batches that are known when a step begins
+        self.has_paid = False  # whether an earlier batch of one rank shared enough; then batches are read ahead
+        self._least_tokens, self._looks = config.shared_prefix_tokens, 0
         self._passes, self._said = 0, set[str]()
         self._modules, self._children = list[nn.Module](), list[nn.Module | None]()
         self._latest_refusal: Callable[[], str] = lambda: self._refusal
@@ -111,10 +104,6 @@ class Sharing:
 
         Reading a batch without a reading waits for the device. So until a batch has paid, this happens only in passes
         1, 2, 4, 8 ..., and never only to log why nothing is shared.
-
-        Args:
-            reader: reads a batch without a reading.
-            returning: what the pass returns.
         """
         self._passes += 1
         refusal = (

@@ -36,31 +36,20 @@ ENTRY_STEP = 2.0**-20
 
 
 class Begun(NamedTuple):
-    """Followed fragments that ran from a zero state.
+    """Followed fragments that ran from a zero state."""
 
-    Attributes:
-        outputs: `[1, T, ...]`.
-        summaries: `[fragments, H, ...]`.
-        kept: for each middle fragment, what `StateRule.added` needs in addition to the state.
-    """
-
-    outputs: torch.Tensor
-    summaries: torch.Tensor
-    kept: list[Tensors]
+    outputs: torch.Tensor  # `[1, T, ...]`
+    summaries: torch.Tensor  # `[fragments, H, ...]`
+    kept: list[Tensors]  # for each middle fragment, what `StateRule.added` needs in addition to the state
 
 
 class StateRule(ABC):
-    """A call of a function that takes a state through rows.
+    """A call of a function that takes a state through rows `[1, T, ...]`."""
 
-    Attributes:
-        rows: its tensors `[1, T, ...]`.
-        packed: returns the keywords of packed rows; None if the function does not support them.
-        dtype: of summaries and states, at least fp32.
-    """
-
+    # `packed` returns the keywords of packed rows; None if the function does not support them.
     def __init__(self, rows: Tensors, packed: Packed | None) -> None:
         self.rows, self.packed = rows, packed
-        self.dtype = torch.promote_types(rows[0].dtype, torch.float32)
+        self.dtype = torch.promote_types(rows[0].dtype, torch.float32)  # of summaries and states
 
     @abstractmethod
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
@@ -120,7 +109,6 @@ class DeltaRule(StateRule):
         self._heads, self._value_dim, self._key_dim = *rows[2].shape[2:], rows[1].shape[3]
 
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
-        """See `StateRule`."""
         return self._run(rows, **packed)[0]
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
@@ -139,11 +127,9 @@ class DeltaRule(StateRule):
         return Begun(outputs, torch.cat([add, times], dim=3).to(self.dtype), kept)
 
     def no_summaries(self) -> torch.Tensor:
-        """See `StateRule`."""
         return self._empty((self._heads, self._key_dim, self._value_dim + self._key_dim), *self.rows)
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """See `StateRule`."""
         add, times = summary.split((self._value_dim, self._key_dim), dim=-1)
         return add if state is None else add + times @ state
 
@@ -153,7 +139,6 @@ class DeltaRule(StateRule):
         return torch.baddbmm(out_HTV, read_HTK, state.to(output.dtype)).transpose(0, 1)[None]
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
-        """See `StateRule`."""
         return self._run_group(rows, last, states, output_final_state=False)[0]
 
     def _run_group(
@@ -180,35 +165,26 @@ class DeltaRule(StateRule):
 
 class Scan(StateRule):
     """Mamba2's scan. Its kernels take a state for each row of a batch, and have no gradients of states after packed
-    rows, so each followed fragment is one call, and many last ones run in batches.
-
-    Args:
-        function: of the rows and further keywords, like Transformers'.
-        rows: x `[1, T, H, P]`, steps `[1, T, H]`, B and C `[1, T, G, S]`.
-        A, D: `[H]`.
-        step_options: keywords dt_bias, dt_softplus and dt_limit.
-    """
+    rows, so each followed fragment is one call, and many last ones run in batches."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        rows: Tensors,
+        function: Callable[..., Any],  # of the rows and further keywords, like Transformers'
+        rows: Tensors,  # x `[1, T, H, P]`, steps `[1, T, H]`, B and C `[1, T, G, S]`
         packed: Packed | None,
-        A: torch.Tensor,
+        A: torch.Tensor,  # `[H]`, as D
         D: torch.Tensor | None,
-        step_options: dict[str, Any],
+        step_options: dict[str, Any],  # keywords dt_bias, dt_softplus and dt_limit
     ) -> None:
         super().__init__(rows, packed)
         self._function, self._A, self._D, self._step_options = function, A, D, step_options
         self._heads, self._head_dim, self._state_dim = *rows[0].shape[2:], rows[2].shape[3]
 
     def outputs(self, rows: Tensors, **more: Any) -> Any:
-        """See `StateRule`."""
         x, dt, B, C = rows
         return self._function(x, dt, self._A, B, C, D=self._D, **self._step_options, **more)
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
-        """See `StateRule`."""
         bias, (least, most) = self._step_options["dt_bias"], self._step_options["dt_limit"]
         step_1TH = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
         step_1TH = functional.softplus(step_1TH) if self._step_options["dt_softplus"] else step_1TH
@@ -223,12 +199,10 @@ class Scan(StateRule):
         return Begun(outputs, torch.cat([states, factors[..., None]], dim=2), kept)
 
     def no_summaries(self) -> torch.Tensor:
-        """See `StateRule`."""
         shape = self._heads, self._head_dim * self._state_dim + 1
         return self._empty(shape, *self.rows, self._A, self._D, self._step_options["dt_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """See `StateRule`."""
         add = summary[..., :-1].unflatten(-1, (self._head_dim, self._state_dim))
         return add if state is None else torch.addcmul(add, summary[..., -1:, None], state)
 
@@ -240,28 +214,20 @@ class Scan(StateRule):
         return (output + sum_1TH.exp()[..., None] * more_THP).to(output.dtype)
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
-        """See `StateRule`."""
         return _in_batches(lambda part, before: self.outputs(part, initial_states=before), rows, states, last)
 
 
 class SelectiveScan(StateRule):
     """Mamba1's scan. Its kernels take no state and have no gradients of the last one. So S tokens before the rows of a
-    fragment add the entries of its state, and S tokens after them read the state out.
-
-    Args:
-        function: of the rows transposed, `[N, C, T]`, and further keywords, like Transformers'.
-        rows: x, steps `[1, T, C]`, B and C `[1, T, S]`, and gates `[1, T, C]` if there are any.
-        A: `[C, S]`; D: `[C]`.
-        step_options: keywords delta_bias and delta_softplus.
-    """
+    fragment add the entries of its state, and S tokens after them read the state out."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        rows: Tensors,
-        A: torch.Tensor,
+        function: Callable[..., Any],  # of the rows transposed, `[N, C, T]`, and further keywords, like Transformers'
+        rows: Tensors,  # x, steps `[1, T, C]`, B and C `[1, T, S]`, and gates `[1, T, C]` if there are any
+        A: torch.Tensor,  # `[C, S]`; D: `[C]`
         D: torch.Tensor | None,
-        step_options: dict[str, Any],
+        step_options: dict[str, Any],  # keywords delta_bias and delta_softplus
     ) -> None:
         super().__init__(rows, None)
         self._function, self._A, self._D, self._step_options = function, A, D, step_options
@@ -269,7 +235,6 @@ class SelectiveScan(StateRule):
         self._heads = math.gcd(len(A), MOST_HEADS)
 
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
-        """See `StateRule`."""
         x, dt, B, C, *z = (one.transpose(1, 2) for one in rows)
         output: torch.Tensor = self._function(
             x, dt, self._A, B, C, D=self._D, z=z[0] if z else None, **self._step_options, **packed
@@ -277,7 +242,6 @@ class SelectiveScan(StateRule):
         return output.transpose(1, 2)
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
-        """See `StateRule`."""
         parts = list(_each(rows, held.followed))
         made = [self._run(part, reads_state=True) for part in parts]
         add = torch.cat([state for _, state in made])
@@ -296,11 +260,8 @@ class SelectiveScan(StateRule):
     def _run(
         self, rows: Tensors, states_NCS: torch.Tensor | None = None, reads_state: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the function in `self.dtype`, so that states are not rounded.
-
-        Returns:
-            outputs `[N, T, C]`, and states after the rows, `[N, C, S]`, empty unless they are read; of `self.dtype`.
-        """
+        """Runs the function in `self.dtype`, so that states are not rounded. Returns outputs `[N, T, C]`, and states
+        after the rows, `[N, C, S]`, empty unless they are read; of `self.dtype`."""
         with torch.autocast(rows[0].device.type, enabled=False):
             A, step_NTC = self._A.to(self.dtype), self._steps(rows)
             state_dim = A.shape[1]
@@ -326,13 +287,11 @@ class SelectiveScan(StateRule):
             return output_NTC, ended_NSC.transpose(1, 2)
 
     def no_summaries(self) -> torch.Tensor:
-        """See `StateRule`."""
         channels, state_dim = self._A.shape
         shape = self._heads, channels // self._heads, 2 * state_dim
         return self._empty(shape, *self.rows, self._A, self._D, self._step_options["delta_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """See `StateRule`."""
         add, times = summary.chunk(2, dim=-1)
         return add if state is None else torch.addcmul(add, times, state)
 
@@ -342,7 +301,6 @@ class SelectiveScan(StateRule):
         return (output + more).to(output.dtype)
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
-        """See `StateRule`."""
         states_FCS, dtype = states.flatten(1, 2), rows[0].dtype
         return _in_batches(lambda part, before: self._run(part, before)[0].to(dtype), rows, states_FCS, last)
 
@@ -350,14 +308,12 @@ class SelectiveScan(StateRule):
 def _in_batches(
     function: Callable[[Tensors, torch.Tensor], torch.Tensor], rows: Tensors, states: torch.Tensor, last: DeviceGroup
 ) -> torch.Tensor:
-    """Runs a function on last fragments and their states, a call for each if they are few.
+    """Runs a function on last fragments and their states, a call for each if they are few. Returns outputs `[1, T,
+    ...]`.
 
     Args:
         function: takes rows `[N, T, ...]` and states `[N, ...]`, returns outputs `[N, T, ...]`.
         states: `[fragments, ...]`.
-
-    Returns:
-        outputs `[1, T, ...]`.
     """
     if len(last.tokens) <= FEW_FRAGMENTS:
         pairs = zip(_each(rows, last), states.split(1), strict=True)

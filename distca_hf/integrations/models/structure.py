@@ -38,11 +38,8 @@ OF_TOWERS = "sdpa"
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Returns the Transformers model inside a PEFT model, or the model itself.
-
-    Raises:
-        UnsupportedAttentionError: there is none.
-    """
+    """Returns the Transformers model inside a PEFT model, or the model itself. Raises UnsupportedAttentionError if
+    there is none."""
     get_base_model = getattr(model, "get_base_model", None)
     inner = model if get_base_model is None else get_base_model()
     if not isinstance(inner, PreTrainedModel):
@@ -270,11 +267,8 @@ def attend_with_distca(model: PreTrainedModel) -> None:
 
 
 def give_own_attention(model: PreTrainedModel) -> None:
-    """Gives towers that were loaded with distca their own attention, and logs it.
-
-    Args:
-        model: a checked model, or one that is not enabled, for example a reference model.
-    """
+    """Gives towers that were loaded with distca their own attention, and logs it. The model was checked, or is not
+    enabled (a reference model)."""
     for name, tower in towers(model).items():
         layers = (layer for layer in tower.modules() if looks_attention_up(layer))
         if any(getattr(layer, "config", tower.config)._attn_implementation == IMPLEMENTATION for layer in layers):

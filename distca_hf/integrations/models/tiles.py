@@ -22,12 +22,8 @@ class TiledForward(ABC):
     """The function of a module that runs in tiles.
 
     Args:
-        module: the module.
         replaced: the function that the module had in place of its class's; None if it had none.
         most: most tokens, or heads, of a tile.
-
-    Attributes:
-        setting: name of the setting that asks for tiles.
     """
 
     setting: ClassVar[str]

@@ -26,13 +26,13 @@ from distca_hf.batches.image_plans import ImagePlan, ImagePlanner, ShownImages
 from distca_hf.batches.images import OUTPUTS, PixelForm, check_all_hold, pixel_form
 from distca_hf.comm.agreement import NO_FACTS, Facts, labels_of
 from distca_hf.comm.grid import Scope
-from distca_hf.comm.transport import Transport
+from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.integrations.models.hooks import Hook, Keywords
 from distca_hf.integrations.models.image_features import MovedFeatures, compute_features, towers_of
 from distca_hf.integrations.models.structure import backbone_of, names_by_position
 from distca_hf.runtime.buckets import to_device
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.moved_images import FeatureForm, RowsHome, send_pixels, show_features
+from distca_hf.runtime.moved_images import FeatureForm, RowsHome, show_features
 from distca_hf.runtime.posted import among_trainers
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import hidden_from_dynamo
@@ -45,17 +45,13 @@ STAY, MOVE = "on the ranks where they arrived", "on ranks with less work"
 
 
 class TowerBorders:
-    """A hook on the backbone of one model. It does nothing in a pass whose images stay.
-
-    Attributes:
-        towers: what is known of the model's towers.
-        imbalance: largest over mean work of ranks' towers in the latest batch whose images may move, before and after
-            they moved.
-    """
+    """A hook on the backbone of one model. It does nothing in a pass whose images stay."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._backbone, self._class_name = backbone_of(model), type(model).__name__
         self._names, self.towers = names_by_position(self._backbone), towers_of(model)
+        # Largest over mean work of ranks' towers in the latest batch whose images may move, before and after they
+        # moved.
         self.imbalance = (1.0, 1.0)
         self._shown: ShownImages | None = None
         self._is_open, self._differentiates = False, False
@@ -68,7 +64,6 @@ class TowerBorders:
             self._handles = [self._backbone.register_forward_pre_hook(Hook(self._before), with_kwargs=True)]
 
     def leave(self) -> None:
-        """Removes the hook."""
         for handle in self._handles:
             handle.remove()
 
@@ -86,11 +81,7 @@ class TowerBorders:
         return Facts(facts | {"dtype of towers": self._cast(self._backbone)})
 
     def begin(self, batch: Batch, shown: ShownImages | None) -> None:
-        """Opens the borders for a pass on a batch.
-
-        Args:
-            shown: images of the batch; None if they stay.
-        """
+        """Opens the borders for a pass on a batch. `shown` is None if its images stay."""
         self._shown, self._is_open = shown, shown is not None
         self._differentiates = shown is not None and shown.train and torch.is_grad_enabled()
         if self.towers.stay and media_of(batch):
@@ -145,7 +136,11 @@ class TowerBorders:
         rows = tokens[units.held == rank]
         places, sent, received = moves.feature_rows(rows, tokens)
         way = RowsHome(transport, to_device(places, device), sent, received, where)
-        computed = of_features.of_no_image(device) if features is None else features.rows
+        if features is None:
+            width = of_features.width * (1 + of_features.deep_layers)
+            computed = torch.empty((0, width), dtype=of_features.dtype, device=device)
+        else:
+            computed = features.rows
         home = way.features(computed, self._differentiates)
         of_items = np.add.reduceat(rows, np.cumsum(units.of_items) - units.of_items) if len(rows) else rows
         return self._replaced(given, planned.images[rank].num_images, of_features, home, of_items.tolist())
@@ -155,11 +150,8 @@ class TowerBorders:
         return attrgetter(self.towers.cast)(backbone) if self.towers.cast else None
 
     def _note(self, planned: ImagePlan, transport: Transport, number: int) -> None:
-        """Notes and logs where images of a batch are computed.
-
-        Raises:
-            PackingError: they stay, and only some ranks hold images, which others wait for.
-        """
+        """Notes and logs where images of a batch are computed. Raises PackingError if they stay, and only some ranks
+        hold images, which others wait for."""
         self._say_once(STAY, planned.stay)
         if planned.stay:
             if planned.every_rank:
@@ -194,11 +186,7 @@ def _exchange_pixels(
     device: torch.device,
     where: str,
 ) -> torch.Tensor:
-    """Returns `[rows, ...]` pixels of the images that this rank computes. A collective call.
-
-    Args:
-        rows: see `ImagePlan.pixels`.
-    """
+    """Returns `[rows, ...]` pixels of the images that this rank computes. A collective call."""
     values = [x for media in (IMAGES, VIDEOS) if (x := given.get(media.values)) is not None and x.numel()]
     if not values:
         pixels = torch.empty((0, *form.room), dtype=form.dtype, device=device)
@@ -207,6 +195,7 @@ def _exchange_pixels(
         missing = [size - has for size, has in zip(form.room, pixels.shape[1:], strict=True)]
         if any(missing):  # whole images get the same room on all ranks
             pixels = nn.functional.pad(pixels, (0, missing[2], 0, missing[1]))
-    leaving, sent, received = rows
-    arrived = send_pixels(transport, pixels.flatten(1), to_device(leaving, device), sent, received, where)
+    leaving, sent, received = rows  # rows to send, by destination; a row may leave several times
+    pixels = pixels.flatten(1).index_select(0, to_device(leaving, device))
+    arrived = transport.exchange(AllToAll(pixels, sent, received, f"{where}, pixels")).wait()
     return arrived.view(len(arrived), *form.room)

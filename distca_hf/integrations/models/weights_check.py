@@ -55,10 +55,8 @@ class SharedState:
 
     An optimizer step on gradients that are not averaged leaves different weights on every rank. So does a step that
     one rank skips, or a start from different weights. Checkpoints do not contain buffers like rotary frequencies: each
-    rank computes them. Later they must be as in the first pass, or must have changed on all ranks, as counts do.
-
-    Args:
-        with_weights: whether all ranks hold the same weights, except those that FSDP or DeepSpeed divides.
+    rank computes them. Later they must be as in the first pass, or must have changed on all ranks, as counts do. With
+    `with_weights` all ranks hold the same weights, except those that FSDP or DeepSpeed divides.
     """
 
     def __init__(self, model: nn.Module, with_weights: bool) -> None:
@@ -101,11 +99,7 @@ class WeightsCheck:
 
     def compare(self, model: nn.Module, step: int) -> None:
         """Compares checksums among ranks that run the same layers. A collective call: all ranks make it after the same
-        step.
-
-        Raises:
-            PlanMismatchError: weights differ; names the first one that does, and ranks by checksum.
-        """
+        step. Raises PlanMismatchError if weights differ; names the first one that does, and ranks by checksum."""
         held: dict[str, torch.Tensor] = {**dict(held_parameters(model)), **dict(held_buffers(model))}
         places = [place_of(parameter) for parameter in held.values()]
         facts, numbers = {"parameters and buffers": len(held)}, {"places": _combine(places)}
@@ -250,11 +244,7 @@ LOWEST_DIVIDES_AGAIN = "5.24"
 
 
 def divide_again(model: nn.Module) -> bool:
-    """Divides all weights of a model that FSDP2 has left whole.
-
-    Returns:
-        Whether FSDP2 divides any of its weights.
-    """
+    """Divides all weights of a model that FSDP2 has left whole. Returns whether FSDP2 divides any of its weights."""
     from torch.distributed.fsdp import FSDPModule  # slow to import, and not every training needs it
 
     divided = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -264,14 +254,8 @@ def divide_again(model: nn.Module) -> bool:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Checks when a training begins that an optimizer holds the weights to which FSDP2 gives gradients.
-
-    Args:
-        optimizer: of Trainer, wrapped by Accelerate or not.
-
-    Raises:
-        ConfigError: it holds other weights; says how many, and what to do.
-    """
+    """Checks when a training begins that an optimizer holds the weights to which FSDP2 gives gradients. Raises
+    ConfigError if it holds other weights; says how many, and what to do."""
     if not divide_again(model):
         return
     held = [weight for group in optimizer.param_groups for weight in group["params"]]

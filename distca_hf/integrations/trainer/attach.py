@@ -24,12 +24,7 @@ from distca_hf.integrations.models.structure import IMPLEMENTATION, give_own_att
 from distca_hf.integrations.models.weights_check import divide_again
 from distca_hf.integrations.trainer.attachment import Attachment, held_models, restorer, watch_held_models
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
-from distca_hf.integrations.trainer.check import (
-    EvaluationCheck,
-    check_placed_evaluation,
-    reading_of,
-    wrong_settings,
-)
+from distca_hf.integrations.trainer.check import EvaluationCheck, check_placed_evaluation, reading_of, wrong_settings
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.steps import LossReader
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
@@ -115,11 +110,8 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
 
 
 def detach(trainer: Trainer) -> None:
-    """Restores a Trainer and its model as they were before `attach`.
-
-    Raises:
-        ConfigError: nothing is attached to the Trainer; it is training; or a method was replaced after `attach`.
-    """
+    """Restores a Trainer and its model as they were before `attach`. Raises ConfigError if nothing is attached to the
+    Trainer, it is training, or a method was replaced after `attach`."""
     attachment = Attachment.of(trainer)
     if attachment is None:
         raise ConfigError(

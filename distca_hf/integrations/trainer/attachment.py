@@ -51,11 +51,7 @@ ARGUMENTS = (
 
 
 class Attachment:
-    """Makes changes to one Trainer, and undoes them.
-
-    Attributes:
-        is_training: whether the Trainer is training.
-    """
+    """Makes changes to one Trainer, and undoes them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -68,7 +64,6 @@ class Attachment:
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Attachment | None":
-        """Returns the attachment of a Trainer; None if nothing is attached to it."""
         found: Attachment | None = getattr(trainer, ATTACHED, None)
         return found
 
@@ -119,11 +114,8 @@ class Attachment:
         delattr(self.trainer, ATTACHED)
 
     def check_undoable(self) -> None:
-        """Checks that undoing would neither disturb a training nor drop a later change.
-
-        Raises:
-            ConfigError: the Trainer is training, or one of its methods was replaced after `attach`; names it.
-        """
+        """Checks that undoing would neither disturb a training nor drop a later change. Raises ConfigError if the
+        Trainer is training, or one of its methods was replaced after `attach`; names it."""
         if self.is_training:
             raise ConfigError(
                 f"this Trainer is at step {self.trainer.state.global_step} of a training: detach it, or attach "
@@ -142,11 +134,8 @@ class Attachment:
         return {name for name in names if own.get(name) is not methods.get(name)}
 
     def check_unchanged(self) -> None:
-        """Checks that the Trainer has not changed since it was attached.
-
-        Raises:
-            ConfigError: parts or arguments have changed; names them.
-        """
+        """Checks that the Trainer has not changed since it was attached. Raises ConfigError if parts or arguments have
+        changed; names them."""
         changed = [name for name, value in self._parts.items() if getattr(self.trainer, name, None) is not value]
         arguments = self.trainer.args
         changed += [
@@ -162,11 +151,8 @@ class Attachment:
 
 
 def restorer(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that restores a model to its present state: not enabled, or enabled as before.
-
-    Raises:
-        UnsupportedAttentionError: it is not a Transformers model.
-    """
+    """Returns a function that restores a model to its present state: not enabled, or enabled as before. Raises
+    UnsupportedAttentionError if it is not a Transformers model."""
     inner = transformers_model(model)
     earlier = watch_of(inner)
     attention = [(config, config._attn_implementation) for config in text_configs(inner)]

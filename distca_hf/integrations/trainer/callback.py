@@ -72,7 +72,6 @@ class DistCACallback(TrainerCallback):
         self._since_begin: Meter | None = None
         self._first_step = 0
         self._weights: WeightsCheck | None = None
-        self._leave = TrainerCallback()  # a separate callback if the Trainer was found
         self._read_ahead = WeakSet[ReadAhead]()  # of Trainers that share this callback
 
     def on_init_end(
@@ -92,28 +91,20 @@ class DistCACallback(TrainerCallback):
                 "leave tokens_per_rank out"
             )
         trainer = _trainer_of_this_event(self)
-        if trainer is not None and trainer.model_init is not None:
+        if trainer.model_init is not None:
             raise ConfigError(
                 "model_init makes another model in train(), which DistCACallback would not balance; pass the model "
                 "itself to the Trainer"
             )
         self.report_on(enable(model, self._context))
-        leave = LeaveOnSignal(self._context.transport) if self._context.save_on_signal else None
-        if trainer is None:
-            log.warning(
-                "DistCACallback did not find its Trainer: micro-batches are not planned ahead, and callbacks before "
-                "it (trackers) do not get its metrics. Call plugin.attach(trainer) instead of adding it"
-            )
-            self._leave = leave or self._leave
-            return
         self.plan_ahead(trainer, setattr)
         handler = trainer.callback_handler
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
         if self._context.metrics == "basic":
             print_in_short(handler.callbacks, setattr)
-        if leave is not None:
-            handler.add_callback(leave)
+        if self._context.save_on_signal:
+            handler.add_callback(LeaveOnSignal(self._context.transport))
 
     def plan_ahead(self, trainer: Trainer, replace: Callable[[object, str, object], None]) -> None:
         """Lets ranks plan the micro-batches of this Trainer's steps ahead. Call `report_on` first."""
@@ -170,29 +161,17 @@ class DistCACallback(TrainerCallback):
             log.info("%s: one rank: there is nothing to balance", __version__)
         for each in self._read_ahead:
             each.begin(train_dataloader)
-        self._leave.on_train_begin(args, state, control, model=self._model)
 
     def _source(self, watch: ForwardWatch) -> PlanSource | None:
         """Returns where plans come from; None if nothing is planned, or not yet."""
         return watch.planner if self._loader is None else self._loader
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_evaluate(self, *event: object, **kwargs: object) -> None:
         """Leaves the finished evaluation out of the measurement."""
         for meter in self._meters():
             meter.leave_out_evaluation()
-        self._leave.on_evaluate(args, state, control)
 
     on_predict = on_evaluate
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._leave.on_prediction_step(args, state, control)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self._leave.on_save(args, state, control)
 
     def _meters(self) -> Iterator[Meter]:
         return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
@@ -218,7 +197,6 @@ class DistCACallback(TrainerCallback):
             if self._weights is None:
                 self._weights = WeightsCheck(self._context.transport(args.device))
             self._weights.compare(model, state.global_step)
-        self._leave.on_step_end(args, state, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -228,7 +206,6 @@ class DistCACallback(TrainerCallback):
         watch = watch_of(self._model)
         if control.should_training_stop and watch is not None and watch.loss.is_unlogged:
             control.should_log = True
-        self._leave.on_epoch_end(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -241,7 +218,6 @@ class DistCACallback(TrainerCallback):
         if reading is not None:
             steps = state.global_step - self._first_step
             log.info("%s", reading.in_words(f"trained {count(steps, 'step')}"))
-        self._leave.on_train_end(args, state, control)
 
     def on_log(
         self,
@@ -274,11 +250,14 @@ class DistCACallback(TrainerCallback):
         return meter.read(source, step, watch.attention_dtype)
 
 
-def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:
-    """Returns the Trainer whose event is being called; None if it is not found.
+def _trainer_of_this_event(callback: TrainerCallback) -> Trainer:
+    """Returns the Trainer whose event is being called.
 
     Trainer puts the user's callbacks after its own, some of which report to trackers. It passes them everything except
     itself and their list. So this finds it through the caller of the event, `CallbackHandler.call_event`.
+
+    Raises:
+        ConfigError: something else calls the event.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -286,7 +265,7 @@ def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:
         if isinstance(owner, Trainer) and callback in owner.callback_handler.callbacks:
             return owner
         frame = frame.f_back
-    return None
+    raise ConfigError("DistCACallback did not find its Trainer; call plugin.attach(trainer) instead of adding it")
 
 
 def add_metrics(metrics: Mapping[str, float], logs: dict[str, float], state: TrainerState) -> None:
@@ -311,7 +290,6 @@ def _print_log(
     logs: dict[str, float] | None = None,
     **kwargs: object,
 ) -> object:
-    """Prints a log in short."""
     return print_log(args, state, control, logs=None if logs is None else in_short(logs), **kwargs)
 
 

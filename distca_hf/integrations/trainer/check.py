@@ -269,11 +269,8 @@ def _is_trls(collator: Callable[..., object]) -> bool:
 
 
 def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Dataset], object]) -> None:
-    """Opens all evaluation datasets of a Trainer whose evaluation batches are placed.
-
-    Raises:
-        PackingError: one of them cannot be packed.
-    """
+    """Opens all evaluation datasets of a Trainer whose evaluation batches are placed. Raises PackingError if one of
+    them cannot be packed."""
     for name, dataset in _evaluation_datasets(trainer):
         try:
             check_map_style(dataset)
@@ -284,11 +281,8 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Da
 
 class EvaluationCheck:
     """Checks evaluation datasets of a Trainer that evaluates with its own batches: collates a short and a long row.
-    Checks each dataset once; those that the Trainer already has, immediately.
-
-    Raises:
-        ConfigError: one of them cannot be evaluated; says why.
-    """
+    Checks each dataset once; those that the Trainer already has, immediately. Raises ConfigError if one of them cannot
+    be evaluated; says why."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -298,10 +292,7 @@ class EvaluationCheck:
 
     def loader(self, make: Callable[..., object], dataset: object = None, *args: object, **kwargs: object) -> object:
         """Makes the loader of an evaluation dataset: a given one, or Trainer's own (by name, if there are several).
-
-        Raises:
-            ConfigError: the dataset cannot be evaluated; says why.
-        """
+        Raises ConfigError if the dataset cannot be evaluated; says why."""
         given = self._trainer.eval_dataset if dataset is None else dataset
         self._check(self._trainer.eval_dataset[given] if isinstance(given, str) else given)
         return make(dataset, *args, **kwargs)

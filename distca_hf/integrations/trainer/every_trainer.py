@@ -32,11 +32,7 @@ INSTALLED = "_distca_attaches"
 
 
 def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -> Callable[..., Any]:
-    """Wraps `Trainer.train` in an attachment, and returns it.
-
-    Args:
-        make: makes the plugin of a training.
-    """
+    """Wraps `Trainer.train` in an attachment, and returns it."""
 
     trained = set[str]()
 
@@ -87,11 +83,7 @@ def _replaces(kind: type[Trainer], method: str) -> bool:
 
 
 def _refuse(trainer: Trainer, method: str, *args: object, **kwargs: object) -> NoReturn:
-    """Refuses to train in a loop that is not Trainer's.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuses to train in a loop that is not Trainer's."""
     name = type(trainer).__name__
     raise ConfigError(
         f"distca_hf cannot be attached to this Trainer: {name}.{method} makes its own loop, and does not call "

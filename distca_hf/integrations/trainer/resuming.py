@@ -50,13 +50,11 @@ COUNTING = {
 
 
 def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: str | Path | bool | None) -> None:
-    """Checks that a checkpoint was written completely, and that a training of the model can resume from it.
+    """Checks that a checkpoint was written completely, and that a training of the model can resume from it. Raises
+    ConfigError if it is missing; or is not complete (names the newest one that is); or the training cannot resume.
 
     Args:
         resume_from_checkpoint: as given to `Trainer.train`: a folder, True for the newest one, or nothing.
-
-    Raises:
-        ConfigError: it is missing; or is not complete (names the newest one that is); or the training cannot resume.
     """
     if not resume_from_checkpoint:
         return
@@ -175,7 +173,6 @@ class Resuming(TrainerCallback):
         return self._resumed.number, self._resumed.steps_done * self._resumed.accumulation_steps
 
     def _run_epoch(self, run: Method, *, epoch: int, **others: object) -> None:
-        """Trains an epoch, or the rest of it."""
         resumed = self._resumed
         if resumed is None or epoch != resumed.number:
             run(epoch=epoch, **others)
@@ -194,11 +191,8 @@ class Resuming(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Checks that the data resumes if the steps do.
-
-        Raises:
-            ConfigError: Trainer resumes, but in a way that did not restore the position in the data.
-        """
+        """Checks that the data resumes if the steps do. Raises ConfigError if Trainer resumes, but in a way that did
+        not restore the position in the data."""
         if state.global_step > 0 and self._resumed is None and not args.ignore_data_skip:
             changed = f"Transformers {transformers.__version__} has changed {', '.join(self._missing)} of Trainer"
             why = changed if self._missing else "Trainer was not given the checkpoint"

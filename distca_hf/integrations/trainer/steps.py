@@ -50,11 +50,7 @@ OF_LOSS = (
 
 
 class ReadAhead:
-    """Reads the batches of one Trainer's steps.
-
-    Args:
-        replace: sets an attribute of an object in a way that can be undone.
-    """
+    """Reads the batches of one Trainer's steps."""
 
     def __init__(self, trainer: Trainer, model: nn.Module, replace: Callable[[object, str, object], None]) -> None:
         self._model = model
@@ -69,11 +65,8 @@ class ReadAhead:
             replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
 
     def begin(self, loader: object) -> None:
-        """Reads the batches of a training when they are collated, if this Trainer runs it.
-
-        Args:
-            loader: of the training. Does not read dispatched batches: rank 0 joins them, and cuts them again.
-        """
+        """Reads the batches of a training when they are collated, if this Trainer runs it. Does not read dispatched
+        batches: rank 0 joins them, and cuts them again."""
         self.end()
         inner, watch = getattr(loader, "base_dataloader", loader), watch_of(self._model)
         if not self._is_training or watch is None or isinstance(loader, DataLoaderDispatcher):
@@ -154,18 +147,14 @@ def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 class LossReader:
-    """Runs `compute_loss` of a Trainer, and tells its model who reads the loss.
-
-    Args:
-        attachment: of the Trainer; it has replaced nothing yet.
-    """
+    """Runs `compute_loss` of a Trainer, and tells its model who reads the loss. It is made before the attachment
+    replaces anything."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment, self._trainer = attachment, attachment.trainer
         self._replaced_before = {name for name in OF_LOSS if name in vars(self._trainer)}
 
     def install(self) -> None:
-        """Replaces `compute_loss`."""
         self._attachment.replace(self._trainer, "compute_loss", partial(self._read_loss, self._trainer.compute_loss))
 
     def _read_loss(
@@ -228,7 +217,6 @@ class LossReader:
 
 
 def _next(every: int, step: int) -> int:
-    """Returns the next multiple after a step."""
     return (step // every + 1) * every
 
 

@@ -50,9 +50,6 @@ class LeaveOnSignal(TrainerCallback):
     not run on the main thread. A second Ctrl-C ends training immediately, without a checkpoint.
 
     Workers of data loaders that start from now on survive both signals (see `patches.data_workers`).
-
-    Args:
-        transport_of: the transport for a device, whose agreements carry the signal.
     """
 
     def __init__(self, transport_of: Callable[[torch.device], Transport]) -> None:
@@ -170,9 +167,7 @@ class LeaveOnSignal(TrainerCallback):
             self._announce(args, state, "leaving an evaluation before the first step")
         trainer.callback_handler.on_train_end(args, state, control)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_evaluate(self, *event: object, **kwargs: object) -> None:
         """Lets ranks agree at the first batch of the next evaluation: its batches may take a different time."""
         self._agree_at, self._stride, self._agreed = self._batches + 1, 1, time.monotonic()
 
@@ -188,7 +183,6 @@ class LeaveOnSignal(TrainerCallback):
         trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Notes the step that was saved."""
         self._saved_step = state.global_step
 
     def on_epoch_end(

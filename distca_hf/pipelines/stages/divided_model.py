@@ -41,36 +41,22 @@ class PassThrough(nn.Module):
     """Replaces a module that another stage runs, and returns its first argument."""
 
     def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """Returns the first argument."""
         return hidden
 
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Names of the modules of a model, in the order in which hidden states pass them.
+    """Names of the modules of a model, in the order in which hidden states pass them."""
 
-    Attributes:
-        before: embeddings, and everything up to the first layer; the first stage runs them.
-        layers: the list of layers.
-        num_layers: its length.
-        after: the last norm and the head; the last stage runs them.
-    """
-
-    before: tuple[str, ...]
-    layers: str
+    before: tuple[str, ...]  # embeddings, and everything up to the first layer; the first stage runs them
+    layers: str  # the list of layers
     num_layers: int
-    after: tuple[str, ...]
+    after: tuple[str, ...]  # the last norm and the head; the last stage runs them
 
     @classmethod
     def of(cls, whole: PreTrainedModel) -> Self:
-        """Finds the stack of a model.
-
-        Args:
-            whole: the model with all layers, on the meta device. It is restored afterwards.
-
-        Raises:
-            ConfigError: it cannot be divided into stages; says why.
-        """
+        """Finds the stack of a model. `whole` is on the meta device, with all layers, and is restored afterwards.
+        Raises ConfigError if it cannot be divided into stages; says why."""
         name, config = type(whole).__name__, whole.config
         mixers = list(mixers_of(whole))
         if mixers:
@@ -131,14 +117,12 @@ class LayerStack:
         )
 
     def keep(self, model: nn.Module, layers: range, *, is_first: bool, is_last: bool) -> dict[str, nn.Module]:
-        """Replaces all modules that a stage does not run, in a model with all layers.
+        """Replaces all modules that a stage does not run, in a model with all layers. Returns the modules that were
+        replaced, by name.
 
         Args:
             layers: numbers of the layers that stay.
             is_first, is_last: whether the modules before the layers, and after them, stay.
-
-        Returns:
-            The modules that were replaced, by name.
         """
         gone = self.modules_of_others(layers, is_first=is_first, is_last=is_last)
         removed = {name: model.get_submodule(name) for name in gone}
@@ -169,32 +153,20 @@ class Examples(TypedDict):
 class ModelPart(nn.Module):
     """One part of a divided model, for `PipelineStage`, wrapped (DDP, FSDP2) or not.
 
-    Args:
-        model: enabled; modules of other parts pass their input on.
-        layers: its layers.
-        number: of the part.
-        pipeline: to which the part belongs.
-        rows: tokens of a micro-batch on this rank, including padding; torch needs one shape for all.
-        autocast_dtype: in which layers compute; None: the dtype of their weights.
-        hidden_dtype: of hidden states that stages send; None: the dtype of the weights.
-
     Attributes:
-        layers: the model's layers that are in this part.
         chunk: number of the part on its stage.
-        is_first, is_last: whether it has the embeddings, the head.
-        hidden_dtype: of hidden states that stages send.
         checks_schedule: whether the next call checks the schedule that makes it.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel,  # enabled; modules of other parts pass their input on
         layers: Sequence[nn.Module],
         number: int,
         pipeline: Pipeline,
-        rows: int,
-        autocast_dtype: torch.dtype | None = None,
-        hidden_dtype: torch.dtype | None = None,
+        rows: int,  # tokens of a micro-batch on this rank, including padding; torch needs one shape for all
+        autocast_dtype: torch.dtype | None = None,  # in which layers compute; None: the dtype of their weights
+        hidden_dtype: torch.dtype | None = None,  # of hidden states that stages send; None: the dtype of the weights
     ) -> None:
         super().__init__()
         self.layers, self._autocast_dtype = tuple(layers), autocast_dtype
@@ -279,10 +251,7 @@ class ModelPart(nn.Module):
         vocabulary = self.model.config.get_text_config().vocab_size
         computed = self._autocast_dtype or self.hidden_dtype
         logits = torch.empty((1, self.rows, vocabulary), dtype=computed, device="meta", requires_grad=True)
-        return {
-            "input_args": tokens if self.is_first else hidden,
-            "output_args": logits if self.is_last else hidden,
-        }
+        return {"input_args": tokens if self.is_first else hidden, "output_args": logits if self.is_last else hidden}
 
 
 class DividedModel:

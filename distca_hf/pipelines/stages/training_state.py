@@ -37,31 +37,18 @@ Entries = dict[str, Any]
 
 
 class TrainingState:
-    """The state of a training on this rank.
-
-    Args:
-        parts: of this rank.
-        optimizer: of their weights.
-        grid: of all ranks.
-        device: of the training; a GPU has its own random numbers.
-        others: objects whose states are saved, too, by name.
-
-    Attributes:
-        random_entry: name of the entry with random states of this rank.
-
-    Raises:
-        ConfigError: the optimizer has weights of no part.
-    """
+    """The state of a training on this rank. Raises ConfigError if the optimizer has weights of no part."""
 
     def __init__(
         self,
         parts: Sequence[ModelPart],
         optimizer: torch.optim.Optimizer,
         grid: Grid,
-        device: torch.device,
-        others: Mapping[str, Stateful],
+        device: torch.device,  # of the training; a GPU has its own random numbers
+        others: Mapping[str, Stateful],  # objects whose states are saved, too, by name
     ) -> None:
         stages, data_ranks, _ = grid.shape
+        # Name of the entry with random states of this rank.
         self.random_entry = f"{RANDOM}stage {grid.stage} of {stages}, data rank {grid.data_rank} of {data_ranks}"
         self._rank, self._whole, self._optimizer = grid.name, _joined(parts), optimizer
         self._device, self._others = device, others
@@ -86,14 +73,12 @@ class TrainingState:
         return {**entries, **others, self.random_entry: _packed(random_states(self._device))}
 
     def load(self, saved: Mapping[str, object], read: Callable[[Entries], None]) -> None:
-        """Loads saved entries.
+        """Loads saved entries. Raises ConfigError if weights in one group of the optimizer were saved with different
+        settings.
 
         Args:
             saved: entries of the checkpoint, by name.
             read: called with entries of this rank; replaces them with the saved ones, tensors in place.
-
-        Raises:
-            ConfigError: weights in one group of the optimizer were saved with different settings.
         """
         here = self._entries_with_room()
         entries = _without_names(here)

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distca_hf
+from distca_hf.arrays import IntArray
 from distca_hf.batches import placed
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor
 from distca_hf.config import DistCAConfig
-from distca_hf.data.accumulation import RegroupedEpoch, group_documents
+from distca_hf.data.accumulation import MicroStep, SteppedEpoch, group_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.layout import Topology
@@ -151,7 +152,11 @@ def test_every_step_has_the_documents_that_it_was_packed_with(seed: int, micro_s
     rng = random.Random(seed)
     tokens = np.array([rng.choice([1, 5, 30, 90, 200]) for _ in range(rng.randint(1, 120))])
     epoch = EpochPacker(tokens, 400, seed).epoch(0)
-    regrouped = RegroupedEpoch(epoch, tokens, micro_steps, 400, Topology(4, 2), 1, steps_from)
+
+    def divide(lengths: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
+        return group_documents(lengths, len(as_packed), 400, Topology(4, 2), as_they_came=as_packed)
+
+    regrouped = SteppedEpoch(epoch, tokens, micro_steps, divide, steps_from)
     borders = [0, *range(steps_from % micro_steps or micro_steps, epoch.num_micro_batches, micro_steps)]
 
     assert regrouped.num_micro_batches == epoch.num_micro_batches
@@ -160,7 +165,7 @@ def test_every_step_has_the_documents_that_it_was_packed_with(seed: int, micro_s
     for first, last in zip(borders, [*borders[1:], epoch.num_micro_batches], strict=True):
         packed = [epoch.micro_batch(index) for index in range(first, last)]
         assert sorted(np.concatenate(batches[first:last])) == sorted(np.concatenate(packed))
-    again = RegroupedEpoch(epoch, tokens, micro_steps, 400, Topology(4, 2), 1, steps_from)
+    again = SteppedEpoch(epoch, tokens, micro_steps, divide, steps_from)
     for index in rng.sample(range(epoch.num_micro_batches), epoch.num_micro_batches):
         assert again.micro_batch(index).tolist() == batches[index].tolist()
 

@@ -26,15 +26,16 @@ from support.parity import SPEC
 FACTS = PlanFacts(1, 1, (1,), (1,), (0,))
 
 
-class Watch:
+class Watch(heartbeats.Watch):
     """Heartbeats of servers that a test starts anew."""
 
-    def __init__(self, store: object, num_servers: int, limit_seconds: float) -> None:
-        self.starts, self.has_ended = [0] * num_servers, False
+    def __init__(self, store: Any, num_servers: int, limit_seconds: float) -> None:
+        super().__init__(store, num_servers, limit_seconds)
+        self.started, self.has_ended = [0] * num_servers, False
         self.abandoned: dict[int, str] = {}
 
     def restarts(self, server: int) -> int:
-        return self.starts[server]
+        return self.started[server]
 
     def begin(self, *calls: object) -> None: ...
 
@@ -91,7 +92,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> ServedTransport:
 def transport_with(monkeypatch: pytest.MonkeyPatch, count: int = 2, trainers_attend: bool = True) -> ServedTransport:
     def connect(transport: ServedTransport, patience_seconds: float) -> Any:
         names = {server: f"attention server {server} on far" for server, _ in transport.members}
-        transport._live.losses.names |= names
+        transport._watch.losses.names |= names
         return Wires()
 
     monkeypatch.setattr(served_transport, "open_store", lambda seconds: JobStore(HashStore(), "of a test", "servers"))
@@ -105,7 +106,7 @@ def transport_with(monkeypatch: pytest.MonkeyPatch, count: int = 2, trainers_att
 def lose(transport: ServedTransport, server: int) -> None:
     """A step in which a server is lost; the next process of it is there already."""
     transport.begin_step()
-    transport._watch.starts[server] += 1  # type: ignore[attr-defined]
+    transport._watch.started[server] += 1  # type: ignore[attr-defined]
     transport.failure(PeerLostError("connection closed"))
     assert not transport.end_step()
 
@@ -125,7 +126,7 @@ def test_a_server_that_no_step_counts_with_is_left_out(
         assert transport.members == (Member(1, 0),)
         assert transport.extra_ranks == Servers((1.0,))
         run_step(transport)
-        transport._watch.starts[0] += 1  # type: ignore[attr-defined]
+        transport._watch.started[0] += 1  # type: ignore[attr-defined]
         run_step(transport)
 
     assert transport.members == (Member(1, 0),)
@@ -268,7 +269,7 @@ def lose_outside_of_a_step(transport: ServedTransport) -> None:
     """A server is lost; the threads that look at the stream and at heartbeats look once."""
     assert transport._progress is not None
     transport._progress._look()
-    transport._watch.starts[0] += 1  # type: ignore[attr-defined]
+    transport._watch.started[0] += 1  # type: ignore[attr-defined]
     transport._look_at_exchanges()
 
 
