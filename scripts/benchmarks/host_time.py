@@ -123,42 +123,26 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """Calls of this rank that are timed.
+    """Calls of this rank that are timed."""
 
-    Attributes:
-        kernel: that both call.
-        attend: one attention call of the product, forward.
-        attend_alone: FlashAttention's own call on the same rows.
-        alone_name: of its function.
-        transport: counts exchanges.
-        begin: begins another pass, and makes its first call: that one waits for the other ranks.
-        make_graph: attends in so many layers, and returns a function that differentiates them.
-    """
-
-    kernel: Kernel
-    attend: Callable[[], object]
-    attend_alone: Callable[[], object]
-    alone_name: str
-    transport: Transport
-    begin: Callable[[], object]
+    kernel: Kernel  # that both call
+    attend: Callable[[], object]  # one attention call of the product, forward
+    attend_alone: Callable[[], object]  # FlashAttention's own call on the same rows
+    alone_name: str  # of its function
+    transport: Transport  # counts exchanges
+    begin: Callable[[], object]  # begins another pass, and makes its first call: that one waits for the other ranks
+    # attends in so many layers, and returns a function that differentiates them
     make_graph: Callable[[int], Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of the host for each call of a pass.
+    """Seconds of the host for each call of a pass."""
 
-    Attributes:
-        call: of the product.
-        kernels: in the kernel function, of the same.
-        alone: FlashAttention's own call.
-        exchanges: that a call starts.
-    """
-
-    call: float
-    kernels: float
-    alone: float
-    exchanges: float
+    call: float  # of the product
+    kernels: float  # in the kernel function, of the same
+    alone: float  # FlashAttention's own call
+    exchanges: float  # that a call starts
 
     @property
     def beyond(self) -> float:

@@ -65,16 +65,11 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Step:
-    """Micro-batches of a step.
-
-    Attributes:
-        pairs: `[micro_batches]` attended pairs of a layer, of the busiest data rank.
-        tokens: of all ranks, without padding.
-    """
+    """Micro-batches of a step."""
 
     inputs: StepInputs
-    pairs: IntArray
-    tokens: int
+    pairs: IntArray  # `[micro_batches]` attended pairs of a layer, of the busiest data rank
+    tokens: int  # of all ranks, without padding
 
 
 def main() -> None:

@@ -62,12 +62,9 @@ LONGEST_STEPS = 12
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a trainer, to see growth.
+    """Sizes of a trainer, to see growth."""
 
-    Attributes:
-        mebibytes, gpu_mebibytes: of the host's memory, and of the GPU's, other processes on it counted, too.
-    """
-
+    # mebibytes, gpu_mebibytes: of the host's memory, and of the GPU's, other processes on it counted, too
     mebibytes: float
     gpu_mebibytes: float
     threads: int

@@ -82,15 +82,10 @@ TABLE_HEAD = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One class, divided in one way.
+    """One class, divided in one way."""
 
-    Attributes:
-        detail: the largest relative difference, or the reason why there is none.
-        heads_divided: whether a rank had a part of the heads; None if it did not come so far.
-    """
-
-    detail: str
-    heads_divided: bool | None = None
+    detail: str  # the largest relative difference, or the reason why there is none
+    heads_divided: bool | None = None  # whether a rank had a part of the heads; None if it did not come so far
     is_wrong: bool = False
 
 

@@ -43,20 +43,14 @@ IMAGES = "text, and images in your own batches. Its towers attend with sdpa"
 
 @dataclass(frozen=True)
 class Family:
-    """Published checkpoints that have something in common.
-
-    Attributes:
-        model_types: of their configurations.
-        settings: in which the published checkpoints differ from the tiny configuration.
-        sign: part of the refusal, if it is refused or has a longest document.
-        note: for people.
-    """
+    """Published checkpoints that have something in common."""
 
     name: str
-    model_types: tuple[str, ...]
+    model_types: tuple[str, ...]  # of their configurations
+    # in which the published checkpoints differ from the tiny configuration
     settings: dict[str, Any] = field(default_factory=dict)
-    sign: str = ""
-    note: str = ""
+    sign: str = ""  # part of the refusal, if it is refused or has a longest document
+    note: str = ""  # for people
 
 
 def windows(tokens: int | None) -> dict[str, Any]:

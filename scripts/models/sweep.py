@@ -93,17 +93,11 @@ TABLE_HEAD = ("| outcome | largest relative difference, or reason | model types 
 
 @dataclass(frozen=True)
 class Kind:
-    """Classes of one section of the page.
+    """Classes of one section of the page."""
 
-    Attributes:
-        introduction: the section up to its table.
-        auto_class: builds them.
-        mapping: classes by their configurations.
-    """
-
-    introduction: str
-    auto_class: type[_BaseAutoModelClass]
-    mapping: Mapping[type[PreTrainedConfig], type[PreTrainedModel]]
+    introduction: str  # the section up to its table
+    auto_class: type[_BaseAutoModelClass]  # builds them
+    mapping: Mapping[type[PreTrainedConfig], type[PreTrainedModel]]  # classes by their configurations
 
     def config_classes(self, only: Iterable[str] = ()) -> list[type[PreTrainedConfig]]:
         """Returns the configuration classes of all models, or of those model types, each once."""

@@ -67,17 +67,11 @@ class Panel(TypedDict):
 
 
 class Stored(TypedDict):
-    """Content of the stored file.
+    """Content of the stored file."""
 
-    Attributes:
-        profile: date and remarks of the profile that it was simulated from.
-        command: the one on the page.
-        quoted: lines of its output that the page shows.
-    """
-
-    profile: dict[str, str]
-    command: str
-    quoted: list[str]
+    profile: dict[str, str]  # date and remarks of the profile that it was simulated from
+    command: str  # the one on the page
+    quoted: list[str]  # lines of its output that the page shows
     panels: list[Panel]
 
 

@@ -16,27 +16,22 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 
 @dataclass(frozen=True)
 class Style:
-    """Colours for light or for dark pages.
+    """Colours for light or for dark pages."""
 
-    Attributes:
-        name: of the page, part of the name of the file.
-        text, muted, grid: titles, labels, and lines behind bars.
-        ours: the subject of the picture; `long` is its decisive part.
-        others, best: other ways to train, and the ideal.
-        on_ours, on_others: text on bars of `ours` and `others`.
-        waiting, hatch: time of waiting.
-    """
-
-    name: str
+    name: str  # of the page, part of the name of the file
+    # text, muted, grid: titles, labels, and lines behind bars
     text: str
     muted: str
     grid: str
-    ours: str
+    ours: str  # the subject of the picture; `long` is its decisive part
+    # on_ours, on_others: text on bars of `ours` and `others`
     on_ours: str
     long: str
+    # others, best: other ways to train, and the ideal
     others: str
     on_others: str
     best: str
+    # waiting, hatch: time of waiting
     waiting: str
     hatch: str
 

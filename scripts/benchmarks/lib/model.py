@@ -104,21 +104,16 @@ class Backbone(LossModel):
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Layers that attend alike.
+    """Layers that attend alike."""
 
-    Attributes:
-        mask: of the layers.
-        heads, kv_heads: query heads, and heads of keys and values.
-        head_dim, value_dim: numbers of a query or key in a head, and of a value.
-        scale: of scores.
-    """
-
-    mask: Mask
+    mask: Mask  # of the layers
+    # heads, kv_heads: query heads, and heads of keys and values
     heads: int
     kv_heads: int
+    # head_dim, value_dim: numbers of a query or key in a head, and of a value
     head_dim: int
     value_dim: int
-    scale: float
+    scale: float  # of scores
 
     @property
     def window_tokens(self) -> int:
@@ -139,14 +134,10 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Shape:
-    """The work of a model: of attention and of matrix products.
+    """The work of a model: of attention and of matrix products."""
 
-    Attributes:
-        linear_flops: of one token, forward, in all layers.
-        layers: attention layers of each kind, in order of their calls in a forward pass.
-    """
-
-    linear_flops: float
+    linear_flops: float  # of one token, forward, in all layers
+    # attention layers of each kind, in order of their calls in a forward pass
     layers: Mapping[AttentionKind, Sequence[nn.Module]]
 
     @property
@@ -225,18 +216,14 @@ def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: t
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of a layer's attention.
-
-    Attributes:
-        query, key, value: `[B, N, T, H]`, `[B, G, T, H]` and `[B, G, T, V]`.
-        scale: of scores.
-    """
+    """The arguments of a layer's attention."""
 
     module: nn.Module
+    # query, key, value: `[B, N, T, H]`, `[B, G, T, H]` and `[B, G, T, V]`
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    scale: float
+    scale: float  # of scores
 
 
 @contextmanager

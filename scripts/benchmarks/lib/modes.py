@@ -66,33 +66,23 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Parts that modes are built from: this rank, its wires, and the model that plans are made for.
+    """Parts that modes are built from: this rank, its wires, and the model that plans are made for."""
 
-    Attributes:
-        wires: of all modes.
-        device, dtype: of attention.
-        kernel: its name, as in settings.
-        model: that plans are made for.
-        shape: of its work.
-        checkpointing: of the program's options. It decides for all modes alike (`lib/model.py`), except that the
-            product alone offloads.
-        share_of: ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are.
-        servers: ranks without tokens, over which `ideal` spreads attention, too.
-        shares: tokens of the ranks in packs, in proportion; none if they are equal.
-        plugins: makes the product's plugin.
-    """
-
-    wires: Wires
+    wires: Wires  # of all modes
+    # device, dtype: of attention
     device: torch.device
-    kernel: KernelName
+    kernel: KernelName  # its name, as in settings
     dtype: torch.dtype
-    model: nn.Module
-    shape: Shape
+    model: nn.Module  # that plans are made for
+    shape: Shape  # of its work
+    # of the program's options. It decides for all modes alike (`lib/model.py`), except that the product alone
+    # offloads.
     checkpointing: str = "none"
+    # ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are
     share_of: int = 0
-    servers: int = 0
-    shares: Sequence[int] = ()
-    plugins: Callable[..., WiredPlugin] = WiredPlugin
+    servers: int = 0  # ranks without tokens, over which `ideal` spreads attention, too
+    shares: Sequence[int] = ()  # tokens of the ranks in packs, in proportion; none if they are equal
+    plugins: Callable[..., WiredPlugin] = WiredPlugin  # makes the product's plugin
 
     def plugin(self, tokens_per_rank: int, **settings: Any) -> WiredPlugin:
         """Returns the product for ranks of so many tokens, with these settings, and others from the environment
@@ -122,27 +112,17 @@ def without(owner: type, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a step.
+    """One way to run a step."""
 
-    Attributes:
-        name: as in `MODES`.
-        implementation: name of the attention function.
-        batches: of a step, one for each micro-step.
-        watched: the model is called with the product's hooks around it.
-        exchanges: whether attention sends anything, on several ranks.
-        exact: outputs are of attention on the documents; false for `ideal` alone.
-        meanwhile: made-up keys, or changes to the product, that are there only while this mode runs.
-        planner: of a package, which plans before steps.
-    """
-
-    name: str
-    implementation: str
-    batches: Batches
-    watched: bool = False
-    exchanges: bool = False
-    exact: bool = True
+    name: str  # as in `MODES`
+    implementation: str  # name of the attention function
+    batches: Batches  # of a step, one for each micro-step
+    watched: bool = False  # the model is called with the product's hooks around it
+    exchanges: bool = False  # whether attention sends anything, on several ranks
+    exact: bool = True  # outputs are of attention on the documents; false for `ideal` alone
+    # made-up keys, or changes to the product, that are there only while this mode runs
     meanwhile: Sequence[Callable[[], AbstractContextManager[object]]] = ()
-    planner: MagiWork | None = None
+    planner: MagiWork | None = None  # of a package, which plans before steps
 
     @contextmanager
     def running(self) -> Iterator[None]:

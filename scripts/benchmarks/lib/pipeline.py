@@ -194,16 +194,12 @@ class Stages:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Fitted seconds of every part.
+    """Fitted seconds of every part."""
 
-    Attributes:
-        lines: `[2, parts, 2]` float64: forward and backward of each part, seconds of a micro-batch without any pair,
-            and seconds of a pair.
-        error: largest difference from a time that they were fitted to, as a part of it.
-    """
-
+    # `[2, parts, 2]` float64: forward and backward of each part, seconds of a micro-batch without any pair, and
+    # seconds of a pair
     lines: Seconds
-    error: float
+    error: float  # largest difference from a time that they were fitted to, as a part of it
 
     @classmethod
     def fit(cls, pairs: IntArray, seconds: Seconds) -> Self:
@@ -262,19 +258,12 @@ def add_pipeline(parser: argparse.ArgumentParser, folder: str) -> None:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """The ranks, the model and the documents of a pipeline's step.
+    """The ranks, the model and the documents of a pipeline's step."""
 
-    Attributes:
-        mesh: stages x data ranks.
-        config: of the model.
-        pipelines: to run, one for each number of chunks.
-        documents: of the step.
-    """
-
-    mesh: DeviceMesh
-    config: Any
-    pipelines: Sequence[Pipeline]
-    documents: Dataset
+    mesh: DeviceMesh  # stages x data ranks
+    config: Any  # of the model
+    pipelines: Sequence[Pipeline]  # to run, one for each number of chunks
+    documents: Dataset  # of the step
 
     @classmethod
     def open(cls, options: argparse.Namespace, device: torch.device) -> Self:

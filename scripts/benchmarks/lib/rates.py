@@ -29,16 +29,11 @@ REPEATS, CALLS = 3, 4
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured rates of an attention kernel on one document without a window, the fastest of all ranks.
+    """Measured rates of an attention kernel on one document without a window, the fastest of all ranks."""
 
-    Attributes:
-        kernel: its class.
-        head_dim: numbers of a head.
-        forward_pairs, backward_pairs: attended pairs per second.
-    """
-
-    kernel: str
-    head_dim: int
+    kernel: str  # its class
+    head_dim: int  # numbers of a head
+    # forward_pairs, backward_pairs: attended pairs per second
     forward_pairs: float
     backward_pairs: float
 
@@ -52,15 +47,10 @@ class KernelRates:
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured rates, the fastest of all ranks.
+    """Measured rates, the fastest of all ranks."""
 
-    Attributes:
-        matrix_flops: of a large matrix product, per second.
-        kernels: of each kind of attention layers.
-    """
-
-    matrix_flops: float
-    kernels: Sequence[KernelRates]
+    matrix_flops: float  # of a large matrix product, per second
+    kernels: Sequence[KernelRates]  # of each kind of attention layers
 
     def floor_seconds(self, linear_flops: float, pairs: Sequence[float]) -> float:
         """Returns the least seconds of a rank: linear work, and attention once forward and once backward.
@@ -189,15 +179,10 @@ Laps = list[tuple[Mark, Mark]]  # begin and end of every call
 
 @dataclass(frozen=True)
 class KernelSeconds:
-    """Seconds of all calls of a step; medians over some steps.
+    """Seconds of all calls of a step; medians over some steps."""
 
-    Attributes:
-        forward: `[ranks]`, of forward calls, recomputed ones, too.
-        backward: `[ranks]`, of backward calls.
-    """
-
-    forward: list[float]
-    backward: list[float]
+    forward: list[float]  # `[ranks]`, of forward calls, recomputed ones, too
+    backward: list[float]  # `[ranks]`, of backward calls
 
     @property
     def figures(self) -> dict[str, Any]:

@@ -30,43 +30,27 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a step on each rank, all micro-steps together.
+    """The load of a step on each rank, all micro-steps together."""
 
-    Attributes:
-        tokens: of one rank.
-        model_flops: of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as
-            much backward.
-        executed_linear_flops: the same of linear work alone, and forward once more where it is checkpointed.
-        pairs: attended pairs of one rank on average, in all layers of each kind.
-        peak_flops: per second, of the device; None if it is not known.
-        tensor_ranks: GPUs that hold the same tokens, and divide the flops of these.
-    """
-
-    tokens: int
+    tokens: int  # of one rank
+    # of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as much backward
     model_flops: float
-    executed_linear_flops: float
-    pairs: tuple[float, ...]
-    peak_flops: float | None
-    tensor_ranks: int = 1
+    executed_linear_flops: float  # the same of linear work alone, and forward once more where it is checkpointed
+    pairs: tuple[float, ...]  # attended pairs of one rank on average, in all layers of each kind
+    peak_flops: float | None  # per second, of the device; None if it is not known
+    tensor_ranks: int = 1  # GPUs that hold the same tokens, and divide the flops of these
 
 
 @dataclass
 class Measured:
-    """One mode, on this rank, or the slowest or largest rank of each figure.
+    """One mode, on this rank, or the slowest or largest rank of each figure."""
 
-    Attributes:
-        seconds: `[rounds]`, of the step.
-        silent_seconds: `[rounds]` with exchanges replaced by local copies; empty if that was not measured.
-        exchanged_bytes: sent or received per step by attention, whichever is more.
-        peak_bytes: that torch had given out at once; 0 on CPUs.
-        loss: of the last step.
-    """
-
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # `[rounds]`, of the step
+    # `[rounds]` with exchanges replaced by local copies; empty if that was not measured
     silent_seconds: list[float] = field(default_factory=list)
-    exchanged_bytes: int = 0
-    peak_bytes: int = 0
-    loss: float = 0.0
+    exchanged_bytes: int = 0  # sent or received per step by attention, whichever is more
+    peak_bytes: int = 0  # that torch had given out at once; 0 on CPUs
+    loss: float = 0.0  # of the last step
 
     @property
     def step_seconds(self) -> float:

@@ -95,15 +95,10 @@ MODES = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A mode, and its plan.
+    """A mode, and its plan."""
 
-    Attributes:
-        mode: how to run its steps.
-        imbalance: attended pairs of the busiest rank over the mean.
-    """
-
-    mode: Mode
-    imbalance: float
+    mode: Mode  # how to run its steps
+    imbalance: float  # attended pairs of the busiest rank over the mean
 
 
 class OfLoader:

@@ -65,13 +65,9 @@ class Keys(Protocol):
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """Consecutive rows, read and written where they lie.
+    """Consecutive rows, read and written where they lie."""
 
-    Attributes:
-        rows: of this rank.
-    """
-
-    rows: slice
+    rows: slice  # of this rank
     adds: bool = False
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,13 +82,9 @@ class OwnKeys:
 
 @dataclass(frozen=True, eq=False)
 class ChosenKeys:
-    """Any rows, none twice; other calls may read them, too.
+    """Any rows, none twice; other calls may read them, too."""
 
-    Attributes:
-        rows: int64 `[S]`.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # int64 `[S]`
     adds: bool = True
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,17 +145,11 @@ class MadeUpKeys:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A varlen kernel call: consecutive query rows, and the keys they attend.
+    """A varlen kernel call: consecutive query rows, and the keys they attend."""
 
-    Attributes:
-        queries: rows of this rank.
-        keys: which it reads.
-        spans: offsets of its tasks.
-    """
-
-    queries: slice
-    keys: Keys
-    spans: Spans
+    queries: slice  # rows of this rank
+    keys: Keys  # which it reads
+    spans: Spans  # offsets of its tasks
 
 
 def make_call(

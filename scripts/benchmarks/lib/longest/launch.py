@@ -24,21 +24,13 @@ LOG_TAIL = 6000
 
 @dataclass(frozen=True)
 class Attempt:
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-        outcome: "trained", "GPU memory", "host memory" or "time".
-        figures: what it wrote, if it trained.
-        reason: the first line of its error, if there is one.
-        host_bytes: memory of the host that was taken while it ran.
-        seconds: that it took, with the start of its processes.
-    """
-
-    outcome: str
-    figures: dict[str, Any] | None
-    reason: str
-    host_bytes: int
-    seconds: float
+    outcome: str  # "trained", "GPU memory", "host memory" or "time"
+    figures: dict[str, Any] | None  # what it wrote, if it trained
+    reason: str  # the first line of its error, if there is one
+    host_bytes: int  # memory of the host that was taken while it ran
+    seconds: float  # that it took, with the start of its processes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -151,17 +143,11 @@ def _numbers(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tried:
-    """A length that was tried.
+    """A length that was tried."""
 
-    Attributes:
-        tokens: on each rank.
-        trained: whether it did; else memory was out.
-        peak_bytes: memory of the fullest GPU; None if it is not known.
-    """
-
-    tokens: int
-    trained: bool
-    peak_bytes: int | None = None
+    tokens: int  # on each rank
+    trained: bool  # whether it did; else memory was out
+    peak_bytes: int | None = None  # memory of the fullest GPU; None if it is not known
 
 
 def longest_of(tried: Sequence[Tried]) -> Tried | None:

@@ -142,19 +142,15 @@ TOKENS_PER_RANK = 256 * K
 
 @dataclass(frozen=True)
 class Measured:
-    """One plan beside the published one for the same documents, at a tolerance of 0.
+    """One plan beside the published one for the same documents, at a tolerance of 0."""
 
-    Attributes:
-        before, imbalance: work of the busiest rank over the mean, in order and as planned.
-        largest_rank_bytes, total_bytes: that the busiest rank and all ranks send in a layer.
-        to_published: bytes of the busiest rank over those of the published plan.
-    """
-
+    # before, imbalance: work of the busiest rank over the mean, in order and as planned
     before: float
     imbalance: float
+    # largest_rank_bytes, total_bytes: that the busiest rank and all ranks send in a layer
     largest_rank_bytes: float
     total_bytes: float
-    to_published: float
+    to_published: float  # bytes of the busiest rank over those of the published plan
 
 
 def measure(documents: IntArray, num_ranks: int) -> Measured:

@@ -57,35 +57,20 @@ RATIOS = (
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """Steps of the same documents, measured beside each other.
+    """Steps of the same documents, measured beside each other."""
 
-    Attributes:
-        page: page of `docs/benchmarks` that has the command.
-        gpus: data ranks.
-        gpu: their kind.
-        links: NVLink, or the speed of slower ones, as between nodes.
-        documents: their lengths, as the programs that measure take them.
-        milliseconds: of each way.
-        model: shape of the layers, as these programs name it; none is four layers of an 8B Llama.
-        words: of the head; 0 without a head and without an optimizer.
-        reduce_bytes: of a number in sums of gradients.
-        refetches: whether keys were sent for recomputation and for backward once more.
-        servers: attention servers beside the data ranks.
-        heads_apart: whether long prefixes were called as they are now (`distca_hf/kernels/flash4.py`), forward and
-            backward.
-    """
-
-    page: str
-    gpus: int
-    gpu: str
-    links: str
-    documents: str
-    milliseconds: Mapping[str, float]
-    model: str = ""
-    words: int = 0
-    reduce_bytes: int = 2
-    refetches: bool = False
-    servers: int = 0
+    page: str  # page of `docs/benchmarks` that has the command
+    gpus: int  # data ranks
+    gpu: str  # their kind
+    links: str  # NVLink, or the speed of slower ones, as between nodes
+    documents: str  # their lengths, as the programs that measure take them
+    milliseconds: Mapping[str, float]  # of each way
+    model: str = ""  # shape of the layers, as these programs name it; none is four layers of an 8B Llama
+    words: int = 0  # of the head; 0 without a head and without an optimizer
+    reduce_bytes: int = 2  # of a number in sums of gradients
+    refetches: bool = False  # whether keys were sent for recomputation and for backward once more
+    servers: int = 0  # attention servers beside the data ranks
+    # whether long prefixes were called as they are now (`distca_hf/kernels/flash4.py`), forward and backward
     heads_apart: bool = False
 
     @property
@@ -121,55 +106,32 @@ def read_measured(path: Path) -> list[MeasuredRow]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A benchmark step, as far as its simulation depends on it.
+    """A benchmark step, as far as its simulation depends on it."""
 
-    Attributes:
-        model: its layers.
-        document_tokens: lengths of all documents of a micro-step.
-        data_ranks: GPUs, or groups of tensor ranks, that hold other documents; all on one host.
-        slow: all links are as between nodes.
-        reduce_bytes: of a number in sums of gradients.
-        has_head: whether the benchmark has head, loss and optimizer.
-        root_share: part of the weights outside of layers that the benchmark has.
-        tensor_ranks: GPUs that divide every layer.
-        replicas: groups of data ranks that shard the weights alike (HSDP).
-        liger: whether layers are Liger's.
-        checkpointing: as programs that measure take it.
-        keeps: keys are kept until backward, and not sent once more.
-        chunks: parts that rows of other ranks come in.
-        servers: attention servers beside the data ranks.
-    """
-
-    model: SimulatedModel
-    document_tokens: IntArray
-    data_ranks: int
-    slow: bool
-    reduce_bytes: int = 2
-    has_head: bool = False
-    root_share: float = 0.5
-    tensor_ranks: int = 1
-    replicas: int = 1
-    liger: bool = False
-    checkpointing: str = "full"
-    keeps: bool = True
-    chunks: int = 1
-    servers: int = 0
+    model: SimulatedModel  # its layers
+    document_tokens: IntArray  # lengths of all documents of a micro-step
+    data_ranks: int  # GPUs, or groups of tensor ranks, that hold other documents; all on one host
+    slow: bool  # all links are as between nodes
+    reduce_bytes: int = 2  # of a number in sums of gradients
+    has_head: bool = False  # whether the benchmark has head, loss and optimizer
+    root_share: float = 0.5  # part of the weights outside of layers that the benchmark has
+    tensor_ranks: int = 1  # GPUs that divide every layer
+    replicas: int = 1  # groups of data ranks that shard the weights alike (HSDP)
+    liger: bool = False  # whether layers are Liger's
+    checkpointing: str = "full"  # as programs that measure take it
+    keeps: bool = True  # keys are kept until backward, and not sent once more
+    chunks: int = 1  # parts that rows of other ranks come in
+    servers: int = 0  # attention servers beside the data ranks
 
 
 @dataclass(frozen=True)
 class ReplicatedTraining(Training):
-    """Training whose weights are gathered inside of a replica, and whose gradients are summed over all of them.
-
-    Attributes:
-        has_head: whether the benchmark has head, loss and optimizer.
-        reduce_bytes: of a number in sums of gradients over ranks.
-        root_share: part of the weights outside of layers that the benchmark has.
-    """
+    """Training whose weights are gathered inside of a replica, and whose gradients are summed over all of them."""
 
     replicas: int = 1
-    has_head: bool = True
-    reduce_bytes: int = HALF_BYTES
-    root_share: float = 1.0
+    has_head: bool = True  # whether the benchmark has head, loss and optimizer
+    reduce_bytes: int = HALF_BYTES  # of a number in sums of gradients over ranks
+    root_share: float = 1.0  # part of the weights outside of layers that the benchmark has
 
     @property
     def root_bytes(self) -> float:
@@ -326,16 +288,11 @@ def model_of(config: Mapping[str, Any]) -> SimulatedModel:
 
 @dataclass(frozen=True)
 class Compared:
-    """One ratio, measured and simulated.
+    """One ratio, measured and simulated."""
 
-    Attributes:
-        ratio: its name.
-        row: of the measurement.
-        measured, simulated: the ratio.
-    """
-
-    ratio: str
-    row: MeasuredRow
+    ratio: str  # its name
+    row: MeasuredRow  # of the measurement
+    # measured, simulated: the ratio
     measured: float
     simulated: float
 

@@ -46,17 +46,14 @@ PUBLISHED = {"pretrain": (1.07, 1.20), "prolong": (1.05, 1.12)}
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the evaluation, in seconds of a batch.
+    """One point of the evaluation, in seconds of a batch."""
 
-    Attributes:
-        model, lengths, context_tokens, gpus: of the point.
-        baseline, published, ours: seconds.
-    """
-
+    # model, lengths, context_tokens, gpus: of the point
     model: str
     lengths: str
     context_tokens: int
     gpus: int
+    # baseline, published, ours: seconds
     baseline: float
     published: float
     ours: float
