@@ -22,7 +22,7 @@ GPU = torch.cuda.is_available()
 SHARDS = GPU or "DS_ACCELERATOR" in os.environ
 ZERO3 = {
     "zero_optimization": {"stage": 3},
-    "zero_allow_untested_optimizer": True,  # torch's AdamW; without it DeepSpeed compiles one of its own
+    "zero_allow_untested_optimizer": True,  # torch's AdamW; without it DeepSpeed compiles its own
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",

@@ -67,7 +67,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
     trainer = DPOTrainer(
         model,
-        copy.deepcopy(model),  # the reference; TRL loads it by itself where a model has a name
+        copy.deepcopy(model),  # the reference; TRL loads it by itself if a model has a name
         args=args,
         train_dataset=random_preferences(64),
         processing_class=number_tokenizer(),

@@ -1,4 +1,4 @@
-"""GPT-OSS with LoRA adapters from PEFT: its sinks are frozen, its windows stay; saves the adapter alone.
+"""GPT-OSS with LoRA adapters from PEFT: its sinks are frozen, its windows stay; saves only the adapter.
 
     accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples gpt_oss_lora)"
 
@@ -32,7 +32,7 @@ def main(output: str) -> None:
         output_dir=output,
         max_steps=4,
         learning_rate=1e-3,
-        ddp_find_unused_parameters=False,  # untrained weights beside adapters need no gradient anyway
+        ddp_find_unused_parameters=False,  # frozen weights need no gradient anyway
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,

@@ -1,4 +1,4 @@
-"""LoRA adapters from PEFT, trained with Trainer on placed documents; saves the adapter alone.
+"""LoRA adapters from PEFT, trained with Trainer on placed documents; saves only the adapter.
 
     accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples lora)"
 
@@ -32,7 +32,7 @@ def main(output: str) -> None:
         output_dir=output,
         max_steps=4,
         learning_rate=1e-3,
-        ddp_find_unused_parameters=False,  # untrained weights beside adapters need no gradient anyway
+        ddp_find_unused_parameters=False,  # frozen weights need no gradient anyway
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 "$(distca examples pipeline)" --chunks 2 --recompute   interleaved, with checkpointing
     torchrun --nproc-per-node 8 "$(distca examples pipeline)" --stages 4 --shard --model MODEL --dataset TOKENISED
 
-Runs on GPUs, or on CPUs where there are none. By default it trains a tiny Llama on random documents. A dataset is a
+Runs on GPUs, or on CPUs if there are none. By default it trains a tiny Llama on random documents. A dataset is a
 folder that `tokenise_texts.py` wrote. Every stage reads its own weights of a checkpoint of Transformers, and writes
 its own file of another one. Core attention is shared by the data ranks of a stage. `--save-every 100` saves the
 training. After a stop, run the same command with `--resume`.
@@ -133,7 +133,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Not bound to the device: transfers of a rank would all be in one stream, where they wait for each other.
+    # Not bound to the device: transfers of a rank would all be in one stream, and wait for each other.
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     shape = (args.stages, dist.get_world_size() // args.stages)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "data"))
@@ -176,7 +176,7 @@ def main() -> None:
     if args.resume:
         load_training(parts, optimizer, training_folder, plugin, loader=loader, rates=rates)
     batches = endless(loader)
-    for number in range(rates.last_epoch, args.steps):  # behind the steps that were made before a stop
+    for number in range(rates.last_epoch, args.steps):  # after the steps that were made before a stop
         step = StepInputs.of(list(islice(batches, args.micro_batches)))
         loss.begin(step)
         losses: list[torch.Tensor] = []

@@ -36,7 +36,7 @@ def read_sources() -> list[str]:
 
 
 def functions_of(text: str) -> list[str]:
-    """Returns the parts of a module that begin with a function or class of its own."""
+    """Returns the parts of a module that begin with one of its functions or classes."""
     return re.split(r"^(?=(?:async )?def |class )", text, flags=re.MULTILINE)[1:]
 
 

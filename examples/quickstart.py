@@ -5,7 +5,7 @@
 
 The distca run is an ordinary Trainer with one line more. Its recipe sets `tokens_per_rank` and starts two processes:
 documents are placed so that both ranks have the same attention work. A document may span both. The sdpa run takes the
-same documents, each alone and whole. Losses and gradient norms must agree.
+same documents, one by one and whole. Losses and gradient norms must agree.
 """
 
 import sys
@@ -125,7 +125,7 @@ def train_with_distca(
 def train_with_sdpa(
     arguments: Arguments, loader: distca_hf.PlacedLoader, bar: TrainingBar
 ) -> tuple[list[float], list[float]]:
-    """Makes the same steps by hand: documents are divided among ranks, each attends alone, gradients are summed.
+    """Makes the same steps by hand: documents are divided among ranks, each attends by itself, gradients are summed.
 
     Returns:
         The loss and the gradient norm of each step.

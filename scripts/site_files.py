@@ -1,7 +1,7 @@
 """MkDocs hook: pages that are written for a repository's viewer become pages of a site.
 
-Links out of docs/, such as `../examples/lora.py`, lead to files that the site does not hold: each gets a page of its
-own. A `<picture>` for light and dark follows the system; on the site it follows the switch in the header.
+Links out of docs/, such as `../examples/lora.py`, lead to files that the site does not hold: each gets its own
+page. A `<picture>` for light and dark follows the system; on the site it follows the switch in the header.
 """
 
 import posixpath
@@ -49,7 +49,7 @@ def _both_pictures(match: re.Match[str]) -> str:
 
 
 def _path(link: str, page_uri: str) -> str:
-    """Returns where a link of a page leads to, from the root of the repository."""
+    """Returns the path that a link of a page leads to, from the root of the repository."""
     return posixpath.normpath(posixpath.join("docs", posixpath.dirname(page_uri), link))
 
 

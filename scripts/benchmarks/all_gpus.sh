@@ -2,35 +2,35 @@
 # scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks
 # shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts `modes`, `liger`,
 # `saved`, `models`, `host` and `memory` run, for about half an hour on four H200. Parts in which a launch failed are
-# listed at the end, which is an exit status of 1; later launches of such a part, and parts behind it, run all the same.
+# listed at the end, which is an exit status of 1; later launches of such a part, and parts after it, run all the same.
 #
 #   modes    all default modes of attention_step.py: documents A, B, C and uniform ones
 #   shown    the modes that pages show, A, B, C: fewer than above
 #   scale    the product, Ulysses, and ring-flash-attn's own code if it is there: A, B, C; 4 minutes, 5 on eight GPUs
 #   scale-one    the same for D, one document over all GPUs; 1 minute on two, 3 on eight
-#   weak     2, 4, ... GPUs of 64K tokens each; one GPU alone that does the part of one of them in `ideal` (--share-tokens),
+#   weak     2, 4, ... GPUs of 64K tokens each; one GPU that does the part of one of them in `ideal` (--share-tokens),
 #            the same tokens and pairs; one long document, and documents of 32K; WEAK has further options
 #   liger    ideal, placed and plain packing with Liger's kernels: A, B, C
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   windows  layers of Gemma 3 27B, OLMo 3 7B and GPT-OSS 20B: sliding windows, and sinks
 #   hybrid   layers of Qwen 3.5 27B and Nemotron-H 8B, which carry a state
-#   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
+#   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses compared with Ulysses; TRAINING has
 #            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
 #   prefixes layers of Llama-3-8B on documents that begin alike: trees of agents, groups, pairs; PREFIXES has further options
 #   longest  the longest document that Llama-3-8B trains on: memory by short attention, then with whole attention;
 #            LONGEST has further options, for example --checkpointing full --minutes 9
-#   servers  all GPUs but one train, and that one is an attention server: beside an even split, and without the server
+#   servers  all GPUs but one train, and that one is an attention server: compared with an even split, and without the server
 #   lost     the same with FSDP2 (with DDP on two): the server is killed and stopped in turns, LOSSES times (10)
-#   grids    the four below; hsdp and tensor beside their simulation from the profile CLUSTER (h100 or h200 by the GPUs' name):
+#   grids    the four below; hsdp and tensor with their simulation from the profile CLUSTER (h100 or h200 by the GPUs' name):
 #   hsdp       two replicas, each sharded by FSDP2
-#   pipeline   two stages: plain, as packed, shaped; measured beside predicted
+#   pipeline   two stages: plain, as packed, shaped; measured and predicted
 #   tensor     two tensor ranks (Transformers 5.19)
 #   experts    layers of Qwen3-30B-A3B, whose experts all GPUs divide (Transformers 5.23); not simulated
 #   host     time of the host per attention call, and per call of FlashAttention
 #   memory   memory that torch holds while shapes change
 #
-# ROUNDS is how often steps are measured, where it is not the default. DOCUMENTS replaces A, B and C for as many GPUs
+# ROUNDS is how often steps are measured, if not by default. DOCUMENTS replaces A, B and C for as many GPUs
 # as there are: for example 65536,16x4096;131072,32x4096 on two.
 # NCCL_P2P_DISABLE=1 gives links of 24 to 30 GB/s, like a network between nodes;
 # DISTCA_EXCHANGE_CHUNKS=4 is the setting that the product takes between nodes by itself.
@@ -183,7 +183,7 @@ parts=${*:-modes liger saved models host memory}
 failed=()
 trap 'exit 130' INT # else the next part begins
 for part in ${parts//grids/hsdp pipeline tensor experts}; do
-    set +e # behind || or if, a part would go on after its first error
+    set +e # after || or if, a part would go on after its first error
     (
         set -e
         trap 'exit 130' INT # else the next launch begins

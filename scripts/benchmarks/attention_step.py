@@ -19,8 +19,8 @@ In the table, each figure of the slowest or largest rank:
                     attention once forward and once backward at the rate of each layer's kernel on one document
     MFU             flops of the model, attention's included, nothing twice, of the device's bf16 peak
     exchanged       bytes that attention sends or receives, whichever is more, per step; FSDP's are not counted
-    exposed         the step minus the same step on silent wires, where local copies of random numbers arrive
-                    instead; includes the slowdown of kernels beside exchanges, and no difference in work
+    exposed         the step minus the same step on silent wires, on which local copies of random numbers
+                    arrive instead; includes the slowdown of kernels during exchanges, and no difference in work
     kernels         seconds of all calls of attention kernels, of the slowest rank as a multiple of the mean of all
                     ranks: forward (recomputed calls, too) / backward; in as many more steps, whose calls are timed
     peak            memory that torch had given out at once; of `ideal` with its made-up keys
@@ -28,16 +28,16 @@ In the table, each figure of the slowest or largest rank:
                     allowed one; if it is above 1, or losses of the same tokens differ, the script exits with 1 at
                     its end
 
-With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal`, and nobody
-else: the same tokens and attended pairs as on many GPUs, on one (`all_gpus.sh OUT weak`).
+With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal`: the same
+tokens and attended pairs as on many GPUs, on one (`all_gpus.sh OUT weak`).
 
 With --tp-size, --ep-size or both Transformers divides the model as it loads it. --dp-replicate-size makes replicas
 that FSDP2 shards alike (HSDP), and that share documents. With --even-experts all modes have the same work of experts,
 `ideal` as well, whose hidden states are others. With --cluster a second table has ratios of the modes,
 measured and simulated (`lib/simulated.py`).
 
-Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
-Those of `given` are planned during the step before, as with Trainer. With `--shares 4,2,1,1` its ranks have tokens
+Batches and plans of `placed` are made before: in training a loader's thread makes them during the step before.
+Batches of `given` are planned during the step before, as with Trainer. With `--shares 4,2,1,1` its ranks have tokens
 in this proportion, as batches of unpacked rows do.
 """
 
@@ -51,8 +51,6 @@ import datasets
 import torch
 import torch.distributed as dist
 
-import distca_hf
-from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.kernels.interface import Kernel
 from lib import simulated
 from lib.baselines.attention import register_ways
@@ -61,18 +59,17 @@ from lib.divided import DividedBackbone, build_divided_model, data_ranks, is_div
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.even_experts import EvenExperts
 from lib.header import facts_of
-from lib.model import Backbone, build_model, prepare, probe, read_config
+from lib.model import Backbone, build_model, probe, read_config
 from lib.modes import MODES, OF_PACKAGE, Place, build_mode, why_missing
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
 from lib.parser import count, counts, folder_to_write, magi_settings, micro_steps, profile_name, whole, write_figures
 from lib.rates import KernelSeconds, Rates, kernels_for, measure_rates, time_kernels
-from lib.report import Load, figures_of, load_of, table
+from lib.report import COLUMNS, Load, figures_of, load_of
 from lib.rounds import Runner
-from lib.traces import trace_step
-from lib.wires import Wires
+from lib.tables import table_of
 
 
-# Modes whose collectives are those of all ranks.
+# Modes whose collectives go over all ranks.
 BY_ALL_RANKS = {"ulysses", "context", *OF_PACKAGE}
 
 
@@ -82,43 +79,26 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, {name: kind.words for name, kind in MODES.items()})
-    flag = argparse.BooleanOptionalAction
-    parser.add_argument(
-        "--accumulation", type=micro_steps, default=1, help="micro-steps of a step, with equal lengths"
+    add, either = parser.add_argument, argparse.BooleanOptionalAction
+    add("--accumulation", type=micro_steps, default=1, help="micro-steps of a step, with equal lengths")
+    add("--check", action=either, default=True, help="compare with exact attention first")
+    add("--exposed", action=either, default=True, help="time steps on silent wires, too")
+    add("--kernels", action=either, default=True, help="time every kernel call, in more rounds")
+    add("--cluster", type=profile_name, help="simulate ratios from this profile, too: h100, h200 or a file")
+    add("--profile", type=folder_to_write, metavar="DIR", help="write a trace of every mode and rank")
+    add("--ep-size", type=count, default=1, help="ranks that divide experts (lib/divided.py)")
+    add("--even-experts", action="store_true", help="experts that the token chooses (lib/even_experts.py)")
+    add("--tp-size", type=count, default=1, help="ranks that divide layers, as one data rank")
+    add("--dp-replicate-size", type=count, default=1, help="replicas that FSDP2 shards alike (HSDP)")
+    of_ranks = "tokens of the ranks of local, given and moved in proportion, as 4,2,1,1"
+    add("--shares", type=counts, default=(), help=of_ranks)
+    of_one = "one process that does the part of `ideal` that a rank of T tokens has"
+    add("--share-tokens", type=whole, default=0, metavar="T", help=of_one)
+    settings = (
+        "of mode magi, each a mode: most tokens of a chunk, 0 for as many as the package chooses, and stages of "
+        "transfers, as 0:1,512:1,2048:2; 512:1 is as NeMo AutoModel sets it"
     )
-    parser.add_argument("--check", action=flag, default=True, help="compare with exact attention first")
-    parser.add_argument("--exposed", action=flag, default=True, help="time steps on silent wires, too")
-    parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
-    parser.add_argument(
-        "--cluster", type=profile_name, help="simulate ratios from this profile, too: h100, h200 or a file"
-    )
-    parser.add_argument("--profile", type=folder_to_write, metavar="DIR", help="write a trace of every mode and rank")
-    parser.add_argument("--ep-size", type=count, default=1, help="ranks that divide experts (lib/divided.py)")
-    parser.add_argument(
-        "--even-experts", action="store_true", help="experts that the token chooses (lib/even_experts.py)"
-    )
-    parser.add_argument("--tp-size", type=count, default=1, help="ranks that divide layers, as one data rank")
-    parser.add_argument("--dp-replicate-size", type=count, default=1, help="replicas that FSDP2 shards alike (HSDP)")
-    parser.add_argument(
-        "--shares",
-        type=counts,
-        default=(),
-        help="tokens of the ranks of local, given and moved in proportion, as 4,2,1,1",
-    )
-    parser.add_argument(
-        "--share-tokens",
-        type=whole,
-        default=0,
-        metavar="T",
-        help="one process alone, with the part of `ideal` that a rank of T tokens has",
-    )
-    parser.add_argument(
-        "--magi-settings",
-        type=magi_settings,
-        default=["0:1"],
-        help="of mode magi, each a mode: most tokens of a chunk, 0 for as many as the package chooses, and stages of "
-        "transfers, as 0:1,512:1,2048:2; 512:1 is as NeMo AutoModel sets it",
-    )
+    add("--magi-settings", type=magi_settings, default=["0:1"], help=settings)
     options = parse_shared(parser, MODES)
     if options.dp_replicate_size > 1 and not options.fsdp:
         parser.error("--dp-replicate-size is of FSDP2")
@@ -128,7 +108,7 @@ def parse() -> argparse.Namespace:
         options.reduce_dtype = torch.float32  # Transformers has it so
     if options.share_tokens and options.modes != ["ideal"]:
         parser.error("--share-tokens is the part of a rank in --modes ideal")
-    left_out = {*OF_PACKAGE, "moved"} | ({"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"})
+    left_out = {*OF_PACKAGE, "moved", "unchecked"}
     if options.tp_size > 1:
         left_out |= BY_ALL_RANKS
         if not BY_ALL_RANKS.isdisjoint(options.modes or ()):
@@ -137,8 +117,8 @@ def parse() -> argparse.Namespace:
     for name in sorted(OF_PACKAGE.keys() & {*options.modes}):
         if missing := why_missing(name):
             parser.error(f"mode {name} {missing}")
-        if name != "ringmaster" and (options.checkpointing == "saved" or options.compile):
-            parser.error(f"mode {name} is not an operator: leave --checkpointing saved and --compile out")
+        if options.checkpointing == "saved":
+            parser.error(f"mode {name} is not an operator: leave --checkpointing saved out")
     if "zigzag" in options.modes and options.dtype == torch.float32:
         # The package's zigzag sums fp32 gradients in tensors that it makes by casting: in fp32 those are its buffers.
         parser.error("mode zigzag has wrong gradients in float32: give --dtype bfloat16")
@@ -149,17 +129,14 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Builds the model once, and measures on one set of documents after the other.
-
-    Raises:
-        SystemExit: documents that cannot be divided, or numbers that were wrong.
-    """
+    """Builds the model once, and measures on one set of documents after the other. Exits if documents cannot be
+    divided, or numbers were wrong."""
     datasets.disable_progress_bars()
     num_ranks, longest = data_ranks(options), max(max(lengths) for lengths in options.sets.values())
     for lengths in options.sets.values():
         check_lengths(lengths, sharing(lengths, options))
     if options.share_tokens and num_ranks > 1:
-        raise SystemExit(f"--share-tokens is for a process alone, and there are {num_ranks}")
+        raise SystemExit(f"--share-tokens is for one process, and there are {num_ranks}")
     if len(options.shares) not in (0, num_ranks):
         raise SystemExit(f"--shares has {len(options.shares)} numbers, and there are {num_ranks} data ranks")
     register_ways()
@@ -172,27 +149,17 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     if options.even_experts:
         EvenExperts(model.causal_lm)
     kernels = kernels_for(shape, options.kernel, device, options.dtype)
-    plugin = distca_hf.DistCAPlugin()
-    follow_mesh(model, plugin)
-    wires = Wires(plugin.transport(device), device)
-    place = Place(
-        wires, device, options.kernel, options.dtype, model, shape, options.checkpointing, shares=options.shares
-    )
+    place = Place.open(model, shape, options, device, shares=options.shares)
     most_tokens = max(sum(lengths) for lengths in options.sets.values())
-    distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
-    prepare(model, options, device)
+    place.enable(place.plugin(most_tokens // num_ranks), longest, options)
     rates = measure_rates(shape, kernels, longest, device, options.dtype)
     for of_set in of_each_set(options):
         of_place = replace(place, share_of=sharing(of_set.lengths, options))
-        measure_documents(of_set, config, of_place, Runner(model, wires, device), kernels, rates)
+        measure_documents(of_set, config, of_place, Runner(model, place.wires, device), kernels, rates)
 
 
 def sharing(lengths: Sequence[int], options: argparse.Namespace) -> int:
-    """Returns how many data ranks share documents: those of the job, or those of which this process does one part.
-
-    Raises:
-        SystemExit: sizes do not divide the ranks, or the documents do not fill ranks of `--share-tokens`.
-    """
+    """Returns how many data ranks share documents: all of the job, or as many as `--share-tokens` asks for."""
     if not options.share_tokens:
         return data_ranks(options)
     num_ranks, rest = divmod(sum(lengths), options.share_tokens)
@@ -216,16 +183,17 @@ def measure_documents(
             timed = time_kernels(step, kernels, device, options.rounds)
         if any(timed.forward):  # or a package has its own kernel
             seconds_of_kernels[mode.name] = timed
-    if options.profile:
-        for mode in modes:
-            with runner.ready(mode) as step:
-                trace_step(step, kernels, device, options.profile / f"{mode.name}-rank{place.wires.rank}.json.gz")
+    for mode in modes if options.profile else ():
+        options.profile.mkdir(parents=True, exist_ok=True)
+        with runner.ready(mode) as step, torch.profiler.profile() as profiler:
+            step()
+        profiler.export_chrome_trace(str(options.profile / f"{mode.name}-rank{place.wires.rank}.json.gz"))
     if dist.get_rank() == 0:
         load = load_of(options, place.shape, num_ranks, device)
-        figures = figures_of(measured, seconds_of_kernels, rates, load)
+        figures = figures_of(measured, seconds_of_kernels, errors, rates, load)
         parts = [f"the part of one rank of {num_ranks}"] if options.share_tokens else []
         header = "; ".join([*facts_of(options, config, load.tokens, device), *parts, rates_line(rates, load)])
-        print(f"{header}\n\n{table(figures, errors)}", flush=True)
+        print(f"{header}\n\n{table_of(COLUMNS, figures)}", flush=True)
         planners = {mode.name: mode.planner for mode in modes if mode.planner}
         planning = {name: median(planner.planning_seconds) for name, planner in planners.items()}
         for name, seconds in planning.items():
@@ -241,11 +209,10 @@ def measure_documents(
 def simulated_ratios(
     options: argparse.Namespace, config: Any, figures: Mapping[str, Mapping[str, Any]], num_ranks: int
 ) -> simulated.Ratios:
-    """Prints ratios of the modes beside their simulation, or why there is none, if that is asked for; returns them."""
+    """Prints ratios of the modes and their simulation, or why there is none, if that is asked for; returns them."""
     if options.cluster is None:
         return {}
-    reason = simulated.refused(options)
-    if reason is not None:
+    if reason := simulated.refused(options):
         print(f"\nno simulation: {reason}", flush=True)
         return {}
     seconds = {name: figure["step_seconds"] for name, figure in figures.items()}

@@ -1,4 +1,4 @@
-"""Times training steps of a Qwen3-VL on pages, photos and text, with towers where images arrived and where time is.
+"""Times training steps of a Qwen3-VL on pages, photos and text, with towers where images arrived and moved.
 
     torchrun --nproc-per-node 2 scripts/benchmarks/image_towers.py --layers 4 --tower-layers 3 --rounds 8
     torchrun --nproc-per-node 2 scripts/benchmarks/image_towers.py --device cpu --size tiny --layers 2 \\
@@ -9,7 +9,7 @@ Each workload is measured by itself. A step is forward and backward of one pack 
 towers, too), and AdamW at a learning rate of 0. All modes run in one process with the same weights, documents and
 kernel, one after the other, again and again.
 
-    mix     packs of the first half of the ranks are pages with little text; those of the others are photos, and text
+    mix     packs of the first half of the ranks are pages with little text; the others have photos, and text
             of as many tokens
     even    every rank has its share of pages, photos and text
 
@@ -28,8 +28,8 @@ Figures of the table are of the slowest or largest rank:
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -38,23 +38,22 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
-import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.hooks import BackboneCalls
 from distca_hf.integrations.models.structure import set_attention, text_configs
 from distca_hf.integrations.models.tower_borders import TowerBorders
 from lib.baselines.attention import register_ways
-from lib.baselines.operators import OwnKeys, make_call
+from lib.baselines.operators import whole_call
 from lib.header import facts_of
-from lib.model import Backbone, Shape, prepare
-from lib.modes import AsOfTrainer, Batch, Mode, Place, without
+from lib.model import Backbone, Shape
+from lib.modes import Mode, Place, without
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import chosen_modes, count, few, whole, write_figures
-from lib.report import Measured
+from lib.report import EXCHANGED_GB, STEP_MS, Measured
 from lib.rounds import equal_losses
-from lib.tables import markdown, number
-from lib.whole_model import OPTIMIZERS, TrainingRunner
-from lib.wires import Wires
+from lib.tables import Columns, figure, peak_gib, table_of
+from lib.trainer_batches import AsOfTrainer, Batch
+from lib.whole_model import TrainingRunner
 
 
 MODES = {
@@ -63,7 +62,16 @@ MODES = {
     "arrived": "the product with towers where images arrived; rows are placed",
     "moved": "the product: images are computed where towers have even work, too",
 }
-COLUMNS = ("mode", "step ms", "÷ first", "÷ ideal", "÷ arrived", "towers", "peak GiB", "exchanged GB", "loss")
+COLUMNS: Columns = {
+    "step ms": STEP_MS,
+    "÷ first": figure("ratio_to_first", 1, 3),
+    "÷ ideal": figure("ratio_to_ideal", 1, 3),
+    "÷ arrived": figure("ratio_to_arrived", 1, 3),
+    "towers": figure("towers", 1, 3),
+    "peak GiB": peak_gib,
+    "exchanged GB": EXCHANGED_GB,
+    "loss": figure("loss", 1, 4),
+}
 WORKLOADS = ("mix", "even")
 # Patches of a side of the square that becomes a token, pixels of a patch, and frames of one.
 MERGED, PATCH, FRAMES = 2, 16, 2
@@ -106,7 +114,6 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
     parser.set_defaults(modes="plain,ideal,arrived,moved", checkpointing="saved")
-    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
     parser.add_argument("--size", choices=[*SIZES], default="8b", help="of text and tower, in place of a preset")
     parser.add_argument("--tower-layers", type=few, default=3, help="layers of the tower")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated, see above")
@@ -119,7 +126,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--texts", type=count, default=10, help="documents of text of a rank that has photos; even")
     parser.add_argument("--seed", type=whole, default=0, help="of tokens and pixels")
     options = parse_shared(parser, MODES)
-    for name in ("config", "preset", "documents", "liger", "compile"):
+    for name in ("config", "preset", "documents", "liger"):
         if vars(options)[name] != parser.get_default(name):
             parser.error(f"--{name} is for other programs: this one has --size and its own documents")
     options.workloads = chosen_modes(parser, options.workloads, WORKLOADS, "workload") or [*WORKLOADS]
@@ -130,9 +137,8 @@ def parse() -> argparse.Namespace:
     rest = options.pages * tokens_of((options.page_side, options.page_tokens))
     rest -= options.photos * tokens_of((options.photo_side, options.photo_tokens))
     if rest < options.texts or rest % options.texts:
-        parser.error(
-            f"photos leave {rest} tokens of as many as pages have; --texts {options.texts} do not divide them"
-        )
+        words = f"photos leave {rest} tokens of as many as pages have"
+        parser.error(f"{words}; --texts {options.texts} do not divide them")
     options.text_tokens = rest // options.texts
     return options
 
@@ -144,11 +150,7 @@ def tokens_of(document: Document) -> int:
 
 
 def packs_of(options: argparse.Namespace, workload: str, num_ranks: int) -> list[list[Document]]:
-    """Returns the documents of every rank, of equally many tokens.
-
-    Raises:
-        SystemExit: the number of ranks is odd.
-    """
+    """Returns the documents of every rank, of equally many tokens."""
     if num_ranks % 2:
         raise SystemExit(f"{num_ranks} ranks: half of them have pages; launch an even number")
     pages = [(options.page_side, options.page_tokens)] * options.pages
@@ -173,11 +175,8 @@ def build_config(options: argparse.Namespace) -> Qwen3VLConfig:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Builds the model once, and measures one workload after the other.
-
-    Raises:
-        SystemExit: losses of the same documents differ.
-    """
+    """Builds the model once, and measures one workload after the other. Exits if losses of the same documents
+    differ."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     packs = {workload: packs_of(options, workload, num_ranks) for workload in WORKLOADS}
     register_ways()
@@ -186,11 +185,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     with device:
         causal_lm = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
     model = Backbone(causal_lm)
-    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
-    place = Place(wires, device, options.kernel, options.dtype, model, Shape(0.0, {}), options.checkpointing)
-    distca_hf.enable(model, place.plugin(0), config.text_config.max_position_embeddings)
-    prepare(model, options, device)
-    runner = TowerRunner(model, wires, device, options.optimizer)
+    place = Place.open(model, Shape(0.0, {}), options, device)
+    place.enable(place.plugin(0), config.text_config.max_position_embeddings, options)
+    runner = TowerRunner(model, place.wires, device)
     figures: dict[str, dict[str, dict[str, Any]]] = {}
     wrong: list[str] = []
     for workload in options.workloads:
@@ -204,7 +201,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
             options.documents = f"of {workload}"
             tokens = sum(map(tokens_of, packs[workload][0]))
             header = "; ".join(facts_of(options, config, tokens, device))
-            print(f"{header}; {options.tower_layers} layers of the tower\n\n{table(figures[workload])}\n", flush=True)
+            print(
+                f"{header}; {options.tower_layers} layers of the tower\n\n{table_of(COLUMNS, figures[workload])}\n",
+                flush=True,
+            )
             write_figures(options, workloads=figures)
         losses = {name: mode.loss for name, mode in measured.items() if name != "ideal"}
         if not equal_losses([*losses.values()], options.dtype):
@@ -216,18 +216,13 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
 class TowerRunner(TrainingRunner):
     """Runs steps; only the text attends as modes say."""
 
-    @contextmanager
-    def ready(self, mode: Mode) -> Iterator[Callable[[], torch.Tensor]]:
-        """Yields a step of this mode, as `Runner.ready`."""
+    def _set_attention(self, implementation: str) -> None:
         for config in text_configs(self._model.causal_lm):
-            set_attention(config, mode.implementation)
-        with mode.running():
-            yield partial(self.step, mode)
-            self._model.zero_grad(set_to_none=True)
+            set_attention(config, implementation)
 
 
 def batch_of(documents: Sequence[Document], config: Qwen3VLConfig, seed: int, device: torch.device) -> Batch:
-    """Returns a pack of documents with random tokens and pixels; positions on all axes are those of text."""
+    """Returns a pack of documents with random tokens and pixels; positions on all axes are as in text."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([tokens_of(document) for document in documents])
     ids = torch.randint(0, config.image_token_id, (int(lengths.sum()),), generator=random)
@@ -254,7 +249,7 @@ def _mode(name: str, place: Place, batch: Batch) -> Mode:
     if name in ("plain", "ideal"):
         offsets = batch["cu_seq_lens_q"].tolist()
         lengths = [stop - start for start, stop in pairwise(offsets)]
-        call = make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), place.device)
+        call = whole_call(lengths, place.device)
         given = {key: value for key, value in batch.items() if key != "cu_seq_lens_q"}
         meanwhile.append(partial(without, BackboneCalls, "_open"))
         return Mode(name, "bench_whole", [{**given, "bench_work": place.work([call])}], meanwhile=meanwhile)
@@ -265,17 +260,13 @@ def _mode(name: str, place: Place, batch: Batch) -> Mode:
 
 
 def figures_of(measured: Mapping[str, Measured], towers: tuple[float, float]) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each mode, and ratios.
-
-    Args:
-        measured: measurements by mode.
-        towers: largest over mean work of towers, where images arrived and where the product computes them.
-    """
+    """Returns the figures of each mode, and ratios. `towers` is the largest over mean work of towers, where images
+    arrived and where the product computes them."""
 
     def ratio(own: Measured, other: Measured | None) -> float | None:
-        both = zip(own.seconds, other.seconds if other else (), strict=False)
-        ratios = [mine / theirs for mine, theirs in both]
-        return statistics.median(ratios) if ratios else None
+        if other is None:
+            return None
+        return statistics.median(mine / theirs for mine, theirs in zip(own.seconds, other.seconds, strict=True))
 
     first, ideal, arrived = next(iter(measured.values())), measured.get("ideal"), measured.get("arrived")
     return {
@@ -289,25 +280,6 @@ def figures_of(measured: Mapping[str, Measured], towers: tuple[float, float]) ->
         }
         for name, mode in measured.items()
     }
-
-
-def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns a Markdown table with a row for each mode."""
-    rows = [
-        (
-            name,
-            number(of["step_seconds"], 1e3, 1),
-            number(of["ratio_to_first"], 1, 3),
-            number(of["ratio_to_ideal"], 1, 3),
-            number(of["ratio_to_arrived"], 1, 3),
-            number(of["towers"], 1, 3),
-            number(of["peak_bytes"] or None, 2**-30, 1),
-            number(of["exchanged_bytes"], 1e-9, 3),
-            number(of["loss"], 1, 4),
-        )
-        for name, of in figures.items()
-    ]
-    return markdown(COLUMNS, rows)
 
 
 if __name__ == "__main__":

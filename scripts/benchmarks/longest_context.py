@@ -5,7 +5,7 @@
     python scripts/benchmarks/longest_context.py --device cpu --ranks 2 --preset tiny --head none \\
         --first-tokens 256 --resolution 128 --gpu-gib 0.001
 
-One document fills all ranks. Every length is an attempt in processes of its own, started by torchrun. It makes
+One document fills all ranks. Every length is an attempt in new processes, started by torchrun. It makes
 --steps steps of forward, backward and AdamW (with a learning rate of 0, as in model_step.py). Lengths double, or
 follow a line through the last two peaks, until memory is out, of a GPU or of the host. Then the gap is halved down to
 --resolution (`lib/longest/launch.py`). Anything else that fails ends the search with status 1.
@@ -20,7 +20,7 @@ offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond th
 Steps of a million tokens take minutes, and the search with them. With --attended-tokens N kernels attend in a sliding
 window of N keys: memory is as with whole attention, and times and losses mean nothing. Then the longest document is
 tried with whole attention, and shorter ones if memory is out, for as long as --minutes allow. Only a length that
-trained so is set beside published ones. If --minutes ended before one did, the length is printed as unconfirmed.
+trained so is compared with published ones. If --minutes ended before one did, the length is printed as unconfirmed.
 
 Exit status: 0 if a length was found, confirmed or not. 1 if nothing trained; if memory was out for every length that
 whole attention tried, so that the found one is wrong; or if an attempt failed for another reason.
@@ -62,16 +62,8 @@ from lib.whole_model import add_head
 GIB = 2**30
 MODES = {"placed": "the product: batches of plugin.dataloader"}
 COLUMNS = (
-    "outcome",
-    "tokens per rank",
-    "document",
-    "attended",
-    "step s",
-    "tokens/s/GPU",
-    "MFU %",
-    "peak GiB",
-    "host GiB",
-    "took s",
+    *("outcome", "tokens per rank", "document", "attended", "step s", "tokens/s/GPU", "MFU %"),
+    *("peak GiB", "host GiB", "took s"),
 )
 PUBLISHED = (
     "ALST (arXiv 2506.13996) publishes for Llama-8B on H100s of 80 GB: 500,000 tokens on one GPU; 3,700,000 on 8, "
@@ -88,15 +80,12 @@ def main() -> None:
 
 
 class Search:
-    """Attempts so far, and the time that they share.
-
-    Attributes:
-        attempts: by the tokens that a query attends to (0: all) and the tokens of each rank.
-    """
+    """Attempts so far, and the time that they share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.ranks = options.ranks or torch.cuda.device_count()
+        # By the tokens that a query attends to (0: all) and the tokens of each rank.
         self.attempts: dict[tuple[int, int], Attempt] = {}
         self._began = time.monotonic()
 
@@ -123,11 +112,8 @@ class Search:
         return [one for one in self._tried(attended_tokens) if not one.trained]
 
     def _try_lengths(self, attended_tokens: int, first_tokens: int, too_long: Sequence[Tried], folder: Path) -> str:
-        """Tries lengths with one kind of attention; returns why it ended.
-
-        Args:
-            too_long: lengths for which memory is known to be out.
-        """
+        """Tries lengths with one kind of attention; returns why it ended. For lengths that are `too_long` memory is
+        known to be out."""
         options, limit = self.options, _limit_bytes(self.options)
         tokens: int | None = first_tokens
         while tokens:
@@ -141,12 +127,10 @@ class Search:
         return "memory ended the search"
 
     def _attempt(self, tokens: int, attended_tokens: int, folder: Path) -> Attempt:
-        options = self.options
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         given = ["--attempt", str(folder), "--tokens-per-rank", str(tokens), "--attended-tokens", str(attended_tokens)]
-        margin = int(options.host_margin_gib * GIB)
-        command = [*launcher, *sys.argv, *given]
-        one = run_attempt(command, folder, free_host_bytes, margin, self._seconds_left())
+        margin = int(self.options.host_margin_gib * GIB)
+        one = run_attempt([*launcher, *sys.argv, *given], folder, free_host_bytes, margin, self._seconds_left())
         self.attempts[attended_tokens, tokens] = one
         print(_row(tokens, self.ranks, one, attended_tokens), flush=True)
         self.write("")  # the next attempt may be the last one that there is time for
@@ -181,11 +165,8 @@ class Search:
 
 
 def search(options: argparse.Namespace) -> None:
-    """Searches, and reports the longest: beside what others have published if it trained with whole attention.
-
-    Raises:
-        SystemExit: no length trained, or memory was out for all that whole attention tried.
-    """
+    """Searches, and reports the longest, with what others have published if it trained with whole attention. Exits
+    with a message if no length trained, or memory was out for all that whole attention tried."""
     searching = Search(options)
     print(head(COLUMNS), flush=True)
     with tempfile.TemporaryDirectory(prefix="longest_context.") as folder:
@@ -232,7 +213,7 @@ def _limit_bytes(options: argparse.Namespace) -> int | None:
 
 def _row(tokens: int, ranks: int, one: Attempt, attended_tokens: int) -> str:
     figures = one.figures or dict.fromkeys(("step_seconds", "tokens_per_second", "utilisation", "peak_bytes"))
-    counts = not attended_tokens  # else times are those of another model
+    counts = not attended_tokens  # else the times are of another model
     return row(
         (
             f"{one.outcome}: {one.reason}" if one.reason else one.outcome,
@@ -251,30 +232,27 @@ def _row(tokens: int, ranks: int, one: Attempt, attended_tokens: int) -> str:
 
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
-    parser.add_argument("--ranks", type=count, help="processes; by default as many as there are GPUs")
-    parser.add_argument("--first-tokens", type=count, default=65_536, help="of each rank, tried first")
-    parser.add_argument(
-        "--resolution", type=count, default=16_384, help="tokens of a rank to which the limit is found"
-    )
-    parser.add_argument("--steps", type=count, default=2, help="of each attempt")
-    parser.add_argument("--minutes", type=above_zero, default=60.0, help="after which the search ends")
     add_head(parser, "liger")
-    parser.add_argument("--mlp-tokens", type=whole, default=16_384, help="see the setting mlp_tokens")
-    parser.add_argument("--attention-kv-heads", type=whole, default=0, help="see the setting attention_kv_heads")
-    parser.add_argument(
-        "--attended-tokens", type=whole, default=0, help="window of short attention; 0: whole attention"
-    )
-    parser.add_argument("--offload", action="store_true", help="weights and optimizer on the host")
-    parser.add_argument("--gpu-gib", type=above_zero, help="memory that torch may give out; on CPUs made up")
-    parser.add_argument("--host-margin-gib", type=not_negative, default=16.0, help="of the host, that stay free")
-    parser.add_argument("--attempt", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens-per-rank", type=count, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--ranks", type=count, help="processes; by default as many as there are GPUs")
+    add("--first-tokens", type=count, default=65_536, help="of each rank, tried first")
+    add("--resolution", type=count, default=16_384, help="tokens of a rank to which the limit is found")
+    add("--steps", type=count, default=2, help="of each attempt")
+    add("--minutes", type=above_zero, default=60.0, help="after which the search ends")
+    add("--mlp-tokens", type=whole, default=16_384, help="see the setting mlp_tokens")
+    add("--attention-kv-heads", type=whole, default=0, help="see the setting attention_kv_heads")
+    add("--attended-tokens", type=whole, default=0, help="window of short attention; 0: whole attention")
+    add("--offload", action="store_true", help="weights and optimizer on the host")
+    add("--gpu-gib", type=above_zero, help="memory that torch may give out; on CPUs made up")
+    add("--host-margin-gib", type=not_negative, default=16.0, help="of the host, that stay free")
+    add("--attempt", type=Path, help=argparse.SUPPRESS)
+    add("--tokens-per-rank", type=count, help=argparse.SUPPRESS)
     parser.set_defaults(checkpointing="offloaded", modes="placed")
     options = parse_shared(parser, MODES)
     if options.checkpointing == "none":
         parser.error("--checkpointing none keeps everything: inputs of layers are put on the host by checkpointing")
     if options.first_tokens % options.resolution:
-        parser.error(f"--first-tokens {options.first_tokens} is no multiple of --resolution {options.resolution}")
+        parser.error(f"--first-tokens {options.first_tokens} is not a multiple of --resolution {options.resolution}")
     return options
 
 

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 scripts/benchmarks/memory.py --layers 4 --tokens-per-rank 65536 --steps 60
 
 Document lengths are drawn from a mix (`lib/planning/mixes.py`) without end. A step is forward and backward of the
-model without its head. Each way to make batches, which is a mode, runs in a memory of its own, from an empty cache.
+model without its head. Each way to make batches, which is a mode, begins with an empty cache.
 
-One line for every part of the steps, each figure of the rank where it is largest: most bytes given out at once, most
-bytes that torch held for that, their ratio (1 is no fragmentation), and how often it asked the device for memory,
+One line for every part of the steps, each figure of the rank that has the largest: most bytes given out at once, most
+bytes that torch held for that, their ratio (1: nothing is fragmented), and how often it asked the device for memory,
 since the part began, and had to give back its cache to get it.
 """
 
@@ -27,7 +27,7 @@ from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import add_tokens_per_rank, count
 from lib.planning.mixes import batch as draw_lengths
 from lib.planning.mixes import mix_name
-from lib.rates import synchronize
+from lib.rates import largest, synchronize
 from lib.tables import head
 
 
@@ -83,10 +83,8 @@ def _run(model: Backbone, batches: Batches, device: torch.device) -> str:
         model.zero_grad(set_to_none=True)
     synchronize(device)
     after = _counters(device)
-    numbers = torch.tensor([*after[:2], *(now - then for now, then in zip(after[2:], before[2:], strict=True))])
-    numbers = numbers.double().to(device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    given_out, held, asked, given_back = numbers.tolist()
+    numbers = [*after[:2], *(now - then for now, then in zip(after[2:], before[2:], strict=True))]
+    given_out, held, asked, given_back = largest(numbers, device)
     ratio = f"{held / given_out:.3f}" if given_out else "-"
     return f"{given_out / GIB:.2f} | {held / GIB:.2f} | {ratio} | {asked:.0f} | {given_back:.0f}"
 

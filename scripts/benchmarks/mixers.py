@@ -36,7 +36,8 @@ from distca_hf.integrations.models.carried_mixers import carried_forward, halo_t
 from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.mixers import mixers_of
 from lib.documents import parse_documents, spelled_out
-from lib.parser import count, parser_of
+from lib.parser import add_device, chosen_modes, count, parser_of
+from lib.rates import synchronize
 from lib.states import rows_on_one_device
 from lib.tables import head, row
 
@@ -89,14 +90,8 @@ def mixer_of(family: str, hidden_size: int, divide_heads: int, device: torch.dev
         name: size // divide_heads if "_heads" in name or name == "n_groups" else size
         for name, size in FAMILIES[family].items()
     }
-    sizes = {
-        "hidden_size": hidden_size,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "vocab_size": 64,
-        "pad_token_id": 0,
-    }
-    config = AutoConfig.for_model(family, **sizes, **divided)
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, hidden_size=hidden_size, **sizes, **divided)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -138,17 +133,13 @@ def run(mixer: nn.Module, forward: Forward, x_1TD: torch.Tensor, gradient: torch
 def seconds(runs: Sequence[Callable[[], Run]], rounds: int, device: torch.device) -> list[float]:
     """Returns the median time of each run, in turns; each is run once before."""
     times: list[list[float]] = [[] for _ in runs]
-    for number in range(rounds + 1):
-        for of_run, one in zip(times, runs, strict=True):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            one()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number:
-                of_run.append(time.perf_counter() - began)
-    return [statistics.median(of_run) for of_run in times]
+    for of_run, one in [*zip(times, runs, strict=True)] * (rounds + 1):
+        synchronize(device)
+        began = time.perf_counter()
+        one()
+        synchronize(device)
+        of_run.append(time.perf_counter() - began)
+    return [statistics.median(of_run[1:]) for of_run in times]
 
 
 def cut_row(mixer: nn.Module, options: argparse.Namespace, device: torch.device) -> list[str]:
@@ -194,35 +185,26 @@ def pack_row(mixer: nn.Module, options: argparse.Namespace, device: torch.device
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
-    parser.add_argument("--tokens", type=count, default=32_768, help="of the document that is cut")
-    parser.add_argument("--fragments", type=count, default=8, help="equally long parts of it")
-    parser.add_argument("--pack", default="8192,4x2048,16x512,64x128", help="lengths of a pack's documents")
-    parser.add_argument("--hidden-size", type=count, default=4096, help="of the model")
-    parser.add_argument("--divide-heads", type=count, default=1, help="by this, to compute in fp32 with less memory")
-    parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True, help="compare with fp32")
-    parser.add_argument("--rounds", type=count, default=5, help="times that every way is measured, in turns")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where it runs")
+    add, either = parser.add_argument, argparse.BooleanOptionalAction
+    add("--families", default=",".join(FAMILIES), help="comma-separated")
+    add("--tokens", type=count, default=32_768, help="of the document that is cut")
+    add("--fragments", type=count, default=8, help="equally long parts of it")
+    add("--pack", default="8192,4x2048,16x512,64x128", help="lengths of a pack's documents")
+    add("--hidden-size", type=count, default=4096, help="of the model")
+    add("--divide-heads", type=count, default=1, help="by this, to compute in fp32 with less memory")
+    add("--errors", action=either, default=True, help="compare with fp32")
+    add("--rounds", type=count, default=5, help="times that every way is measured, in turns")
+    add_device(parser)
     options = parser.parse_args()
-    families = options.families.split(",")
-    if unknown := [family for family in families if family not in FAMILIES]:
-        parser.error(f"family {unknown[0]!r} is none of {', '.join(FAMILIES)}")
+    families = chosen_modes(parser, options.families, FAMILIES, "family") or [*FAMILIES]
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}; hidden {options.hidden_size}")
     mixers = {family: mixer_of(family, options.hidden_size, options.divide_heads, device) for family in families}
-    for title, columns, row_of in (
-        (
-            f"One document of {options.tokens:,} tokens, whole and in {options.fragments} fragments",
-            ("error, whole", "cut ÷ whole", "of gradients, whole", "cut ÷ whole", "whole, ms", "time, cut ÷ whole"),
-            cut_row,
-        ),
-        (
-            f"A pack of {spelled_out(options.pack)}",
-            ("one call, ms", "a row each ÷ one call", "difference"),
-            pack_row,
-        ),
-    ):
+    cut = f"One document of {options.tokens:,} tokens, whole and in {options.fragments} fragments"
+    of_cut = ("error, whole", "cut ÷ whole", "of gradients, whole", "cut ÷ whole", "whole, ms", "time, cut ÷ whole")
+    pack, of_pack = f"A pack of {spelled_out(options.pack)}", ("one call, ms", "a row each ÷ one call", "difference")
+    for title, columns, row_of in ((cut, of_cut, cut_row), (pack, of_pack, pack_row)):
         print(f"\n{title}\n\n{head(('family', *columns))}", flush=True)
         for family, mixer in mixers.items():
             print(row([family, *row_of(mixer, options, device)]), flush=True)

@@ -1,4 +1,4 @@
-"""Times whole training steps of a whole model, as users train: packed alone, and placed by the product.
+"""Times whole training steps of a whole model, as users train: as plain packs, and placed by the product.
 
     torchrun --nproc-per-node 4 scripts/benchmarks/model_step.py --documents 131072,32x4096 --liger --head liger
     torchrun --nproc-per-node 1 scripts/benchmarks/model_step.py --preset qwen3-4b --documents 16384,12x4096 --liger
@@ -15,46 +15,40 @@ In the table, each figure of the slowest or largest rank:
     step                median of the rounds, from a barrier until the device is done
     MFU                 flops of the model, head and attention included, nothing twice, of the device's bf16 peak
     peak                memory that torch had given out at once
-    loss                mean over all labels; if those of the modes differ, the script exits with 1 at its end
+    loss                mean over all labels; if modes differ, the script exits with 1 at its end
     planned max/mean    attended pairs of the busiest rank over the mean
 
-Settings of the product come from its environment variables, for example DISTCA_KV_RESIDENCY=keep. With --compile the
-second plan of a training compiles once more: leave --warmup at 2 or above.
+Settings of the product come from its environment variables, for example DISTCA_KV_RESIDENCY=keep.
 """
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
 
 import datasets
 import torch
 import torch.distributed as dist
 
-import distca_hf
 from lib.baselines.attention import register_ways
 from lib.documents import random_tokens
 from lib.header import facts_of
-from lib.model import LossModel, build_model, prepare, probe, read_config
+from lib.model import LossModel, build_model, probe, read_config
 from lib.modes import Place
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import write_figures
-from lib.report import load_of, rates_of
+from lib.report import MFU, STEP_MS, TOKENS_PER_SECOND, load_of, rates_of
 from lib.rounds import equal_losses
-from lib.tables import markdown, number
+from lib.tables import Columns, figure, peak_gib, table_of
 from lib.whole_model import MODES, TrainingRunner, add_head, build_planned, fitting_modes, use_head
-from lib.wires import Wires
 
 
-COLUMNS = (
-    "mode",
-    "step ms",
-    "tokens/s/GPU",
-    "MFU %",
-    "peak GiB",
-    "loss",
-    "planned max/mean",
-    "longest document",
-)
+COLUMNS: Columns = {
+    "step ms": STEP_MS,
+    "tokens/s/GPU": TOKENS_PER_SECOND,
+    "MFU %": MFU,
+    "peak GiB": peak_gib,
+    "loss": figure("loss", 1, 4),
+    "planned max/mean": figure("imbalance", 1, 4),
+    "longest document": figure("longest_document_tokens", 1, 0),
+}
 
 
 def main() -> None:
@@ -69,11 +63,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Builds, times, and reports on rank 0.
-
-    Raises:
-        SystemExit: documents that cannot be divided, or losses that differ.
-    """
+    """Builds, times, and reports on rank 0. Exits if documents cannot be divided, or losses differ."""
     datasets.disable_progress_bars()
     num_ranks, lengths = dist.get_world_size(), options.lengths
     if len(options.sets) > 1:
@@ -86,55 +76,30 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     model = LossModel(build_model(config, options, device))
     shape = probe(model)
     use_head(model, options.head)
-    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
-    place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing)
-    distca_hf.enable(model, place.plugin(tokens_per_rank), max(lengths))
-    prepare(model, options, device)
+    place = Place.open(model, shape, options, device)
+    place.enable(place.plugin(tokens_per_rank), max(lengths), options)
 
     [documents] = random_tokens(lengths, 1, config.get_text_config().vocab_size)
     names = options.modes or fitting_modes(lengths, num_ranks)
     steps = options.warmup + options.rounds
     planned = {name: build_planned(name, place, documents, steps) for name in names}
-    runner = TrainingRunner(model, wires, device, options.optimizer)
+    runner = TrainingRunner(model, place.wires, device)
     measured = runner.run([each.mode for each in planned.values()], options.warmup, options.rounds, exposed=False)
     if dist.get_rank() == 0:
         load = load_of(options, shape, num_ranks, device)
         figures = {
-            name: {
-                **rates_of(measured[name], load),
-                "imbalance": each.imbalance,
-                "longest_document_tokens": max(lengths),
-            }
+            name: rates_of(measured[name], load)
+            | {"imbalance": each.imbalance, "longest_document_tokens": max(lengths)}
             for name, each in planned.items()
         }
-        header = "; ".join(
-            [*facts_of(options, config, load.tokens, device), f"head {options.head}, {options.optimizer}"]
-        )
+        header = "; ".join([*facts_of(options, config, load.tokens, device), f"head {options.head}, fused AdamW"])
         if not options.modes and "local" not in names:
             print(f"local is left out: a document of {max(lengths)} tokens does not fit a rank of {tokens_per_rank}")
-        print(f"{header}\n\n{table(figures)}", flush=True)
+        print(f"{header}\n\n{table_of(COLUMNS, figures)}", flush=True)
         write_figures(options, header=header, load=vars(load), modes=figures)
     losses = {name: mode.loss for name, mode in measured.items()}
     if not equal_losses([*losses.values()], options.dtype):
         raise SystemExit(f"losses of the same tokens differ: {losses}")
-
-
-def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns a Markdown table with a row for each mode, of its `figures` in seconds, bytes and ratios."""
-    rows = [
-        (
-            name,
-            number(figure["step_seconds"], 1e3, 1),
-            number(figure["tokens_per_second"], 1, 0),
-            number(figure["utilisation"], 100, 1),
-            number(figure["peak_bytes"] or None, 2**-30, 1),
-            number(figure["loss"], 1, 4),
-            number(figure["imbalance"], 1, 4),
-            str(figure["longest_document_tokens"]),
-        )
-        for name, figure in figures.items()
-    ]
-    return markdown(COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ product's:
     as packed    documents of a micro-batch are placed
     shaped       they are also divided anew among the micro-batches, by simulated time (`pipeline=`)
 
-Predicted seconds come from runs without a pipeline. Each part of the model runs alone on a light, a middle and a heavy
+Predicted seconds come from runs without a pipeline. Each part of the model runs on a light, a middle and a heavy
 micro-batch. Two numbers are fitted to that, for each part and for forward and backward: seconds of a micro-batch of no
 attended pairs, and seconds of a pair. All micro-batches follow from these, and the step from the simulation of the
-schedule (`distca_hf/pipelines/schedules.py`). Parts have times of their own, because the first has the embedding, and
-the last the head and the loss. A hop between stages is timed alone, too. Left out are DDP's sums of gradients. There
+schedule (`distca_hf/pipelines/schedules.py`). Parts have different times, because the first has the embedding, and
+the last the head and the loss. A hop between stages is timed, too. Left out are DDP's sums of gradients. There
 is no optimizer, so that all steps have the same loss; if losses differ, the script exits with 1.
 
 With several data ranks the last lines also compare `as packed` with the same step on silent wires (`lib/wires.py`):
@@ -39,7 +39,6 @@ import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from datasets import Dataset
 
 import distca_hf
@@ -49,6 +48,7 @@ from distca_hf.layout import Layout
 from distca_hf.pipelines.schedules import Queues, Schedule
 from distca_hf.pipelines.stages import StepInputs
 from distca_hf.placement.place import fill_in_order
+from lib.header import machine_facts
 from lib.options import on_all_ranks
 from lib.parser import count, parser_of
 from lib.pipeline import PartTimes, Stages, StepSetup, add_pipeline, write_model
@@ -65,28 +65,18 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Step:
-    """Micro-batches of a step.
-
-    Attributes:
-        pairs: `[micro_batches]` attended pairs of a layer, of the busiest data rank.
-        tokens: of all ranks, without padding.
-    """
+    """Micro-batches of a step."""
 
     inputs: StepInputs
-    pairs: IntArray
-    tokens: int
+    pairs: IntArray  # `[micro_batches]` attended pairs of a layer, of the busiest data rank
+    tokens: int  # of all ranks, without padding
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     add_pipeline(parser, folder="pipeline_step_output")
-    parser.add_argument(
-        "--queues",
-        type=Queues,
-        choices=[*Queues],
-        default=Queues.PAIRS,
-        help="what transfers between stages wait for; with torch 2.11 and more than two stages: stages",
-    )
+    awaited = "what transfers between stages wait for; with torch 2.11 and more than two stages: stages"
+    parser.add_argument("--queues", type=Queues, choices=[*Queues], default=Queues.PAIRS, help=awaited)
     parser.add_argument("--rounds", type=count, default=3, help="times that every step is measured, in turns")
     options = parser.parse_args()
     # Stages exchange among some ranks of the job; as in examples/pipeline.py no group is bound to a device.
@@ -94,13 +84,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Measures one schedule after the other; rank 0 prints, and writes the model and removes it.
-
-    Raises:
-        ConfigError: a schedule cannot run.
-        SystemExit: the folder is there already, numbers of ranks or documents do not fit, or losses of the same tokens
-            differ.
-    """
+    """Measures one schedule after the other; rank 0 prints, and writes the model and removes it. Exits if the folder
+    is there already, numbers of ranks or documents do not fit, or losses of the same tokens differ."""
     datasets.disable_progress_bars()
     setup = StepSetup.open(options, device)
     if dist.get_rank() == 0:
@@ -149,10 +134,9 @@ def measure_pipelines(
 def print_header(options: argparse.Namespace, config: Any, documents: Dataset, device: torch.device) -> None:
     """Prints versions, machine, model and documents, and the beginning of the table."""
     lengths = [len(ids) for ids in documents["input_ids"]]
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     facts = [
-        f"distca_hf {distca_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
-        f"{options.stages} stages x {dist.get_world_size() // options.stages} data ranks, {machine}",
+        *machine_facts(device),
+        f"{options.stages} stages x {dist.get_world_size() // options.stages} data ranks",
         f"{config.model_type}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}",
         f"{options.micro_batches} micro-batches of {options.tokens_per_rank} tokens per data rank",
         f"{options.lengths}, {len(lengths)} documents, {sum(lengths)} tokens, longest {max(lengths)}",
@@ -203,11 +187,8 @@ def compare(
 
 
 def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: Pipeline, documents: Dataset) -> Step:
-    """Returns the micro-batches of the step as the product's loader makes them. A collective call.
-
-    Raises:
-        SystemExit: the documents need more micro-batches than a step has.
-    """
+    """Returns the micro-batches of the step as the product's loader makes them; exits if the documents need more than
+    a step has. A collective call."""
     shaped = {"pipeline": pipeline, "micro_steps": options.micro_batches} if way == "shaped" else {}
 
     def in_order(document_tokens: IntArray, num_ranks: int, **settings: object) -> Layout:
@@ -216,10 +197,8 @@ def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: P
     with mock.patch("distca_hf.batches.placed.place", in_order) if way == "plain" else nullcontext():
         loader = stages.plugin.dataloader(documents, shuffle=False, model=stages.outline, **shaped)
         if len(loader) != options.micro_batches:
-            raise SystemExit(
-                f"{way}: {options.micro_batches} micro-batches do not hold all documents, {len(loader)} do: choose "
-                "another --seed"
-            )
+            words = f"{options.micro_batches} micro-batches do not hold all documents, {len(loader)} do"
+            raise SystemExit(f"{way}: {words}: choose another --seed")
         batches = list(loader)
     pairs = np.array([max(batch["distca_plan"].facts.work) for batch in batches])
     tokens = torch.stack([batch["attention_mask"].sum() for batch in batches]).sum()
@@ -228,7 +207,7 @@ def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: P
 
 
 def fit(options: argparse.Namespace, stages: Stages, step: Step) -> PartTimes:
-    """Times parts alone on a light, a middle and a heavy micro-batch, and fits lines. A collective call."""
+    """Times parts on a light, a middle and a heavy micro-batch, and fits lines. A collective call."""
     by_pairs = np.argsort(step.pairs, kind="stable")
     chosen = sorted({int(by_pairs[place]) for place in (0, len(by_pairs) // 2, -1)})
     return PartTimes.fit(step.pairs[chosen], stages.part_seconds(step.inputs, chosen, options.rounds))

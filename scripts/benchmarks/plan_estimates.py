@@ -61,31 +61,23 @@ HALF_64K, HALF_128K = "65536,16x4096", "131072,32x4096"
 
 @dataclass(frozen=True)
 class PeakRow:
-    """Most memory that torch had given out at once, measured on H200s (docs/benchmarks/training.md).
+    """Most memory that torch had given out at once, measured on H200s (docs/benchmarks/training.md)."""
 
-    Attributes:
-        num_ranks: GPUs.
-        documents: their lengths, as "131072,96x4096".
-        way: "local" (packs in order), "whole" (whole documents to the least loaded rank), "placed", or "fixed" (packs
-            in order, tasks move).
-        gib: measured.
-        size, checkpointing, liger: of the model.
-        optimizer_bytes: of its state, for each weight; 0 without an optimizer.
-        kv_budget_bytes: most bytes of received rows that waited; 0 with `kv_residency="refetch"`, and in runs before
-            2026-11-22, when no rows waited yet.
-        tensor_ranks: ranks that hold the same documents.
-    """
-
-    num_ranks: int
-    documents: str
+    num_ranks: int  # GPUs
+    documents: str  # their lengths, as "131072,96x4096"
+    # "local" (packs in order), "whole" (whole documents to the least loaded rank), "placed", or "fixed" (packs in
+    # order, tasks move)
     way: str
-    gib: float
+    gib: float  # measured
+    # size, checkpointing, liger: of the model
     size: ModelSize = BACKBONE
     checkpointing: Checkpointing = "recomputed"
     liger: bool = False
-    optimizer_bytes: int = 0
+    optimizer_bytes: int = 0  # of its state, for each weight; 0 without an optimizer
+    # most bytes of received rows that waited; 0 with `kv_residency="refetch"`, and in runs before 2026-11-22, when no
+    # rows waited yet
     kv_budget_bytes: float = 4 * GIB  # the default of `kv_budget_gib`
-    tensor_ranks: int = 1
+    tensor_ranks: int = 1  # ranks that hold the same documents
 
 
 PEAKS = [

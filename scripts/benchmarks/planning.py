@@ -1,4 +1,4 @@
-"""Planning, measured: balance, bytes and time of every planner beside baselines and bounds, as Markdown tables.
+"""Planning, measured: balance, bytes and time of every planner, of baselines and bounds, as Markdown tables.
 
     python scripts/benchmarks/planning.py [placed] [fixed] [times] [streams] [--ranks 4 8 64 512] [--seeds 3]
 
@@ -8,7 +8,7 @@ fixed    tokens stay, tasks move: balance and bytes of the largest rank against 
 times    planning and routing, each measured once in fresh processes, the median of several
 streams  batches of a stream, filled from a buffer: balance, padding, and tokens per second of one reading rank
 
-`distca plan` has the balance of an epoch, and `distca plan --batch-size` that of batches of a user's own.
+`distca plan` has the balance of an epoch, and `distca plan --batch-size` that of a user's batches.
 
 Bytes are of one layer's forward pass of Llama-3-8B in bf16: queries and outputs 8 KB, keys and values 4 KB a token.
 """
@@ -21,18 +21,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 
 from distca_hf.layout import Topology
 from distca_hf.planning.routing import route
 from lib.parser import add_ranks, count, parse_tables, parser_of
 from lib.planning.mixes import batch
-from lib.planning.plan_tables import (
-    print_balance,
-    print_bytes,
-    print_fixed,
-    print_grouped_steps,
-    print_ratio_to_bound,
-)
+from lib.planning.plan_tables import print_balance, print_bytes, print_fixed, print_grouped_steps, print_ratio_to_bound
 from lib.planning.planners import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, print_row, table
 from lib.planning.stream_tables import print_streams
 
@@ -49,15 +44,11 @@ def print_times(ranks: list[int]) -> None:
         "First plan of a process, ms (limits: placed 3, 5, 15, 300; fixed 5, 8, 100, 2000; routing 5, 5, 15, 80)",
         *("mix", "ranks", "tokens/rank", "documents", "placed ms", "routing ms", "fixed ms", "routing ms"),
     )
-    for mix in ("pretrain", "prolong"):
-        for num_ranks in ranks:
-            cells: list[str] = []
-            documents = 0
-            for kind in ("placed", "fixed"):
-                measured = list(_measure(kind, mix, num_ranks))
-                documents = int(measured[0]["documents"])
-                cells += [f"{1e3 * statistics.median(m[what] for m in measured):.1f}" for what in ("plan", "route")]
-            print_row(mix, num_ranks, "128K", documents, *cells)
+    for mix, num_ranks in product(("pretrain", "prolong"), ranks):
+        of_kinds = [list(_measure(kind, mix, num_ranks)) for kind in ("placed", "fixed")]
+        times = product(of_kinds, ("plan", "route"))
+        cells = [f"{1e3 * statistics.median(one[what] for one in measured):.1f}" for measured, what in times]
+        print_row(mix, num_ranks, "128K", int(of_kinds[0][0]["documents"]), *cells)
 
 
 def _measure(kind: str, mix: str, num_ranks: int) -> Iterator[dict[str, float]]:
@@ -72,7 +63,7 @@ def measure_once(kind: str, mix: str, num_ranks: int) -> None:
     lengths = batch(mix, num_ranks, 128 * K, 128 * K, seed=0)
     topology = Topology(num_ranks, RANKS_PER_NODE)
     placed_planner(topology)
-    gc.collect()  # garbage of imports is no part of planning
+    gc.collect()  # garbage of imports does not belong to planning
     gc.freeze()
     began = time.perf_counter()
     plan = plan_placed(lengths, topology) if kind == "placed" else plan_fixed(lengths, topology)

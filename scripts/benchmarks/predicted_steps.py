@@ -29,9 +29,8 @@ MEASURED = BENCHMARKS / "measured-steps.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--cluster", type=profile_name, help="profile, as distca simulate takes it; by default that of the row's GPUs"
-    )
+    profile = "profile, as distca simulate takes it; by default that of the row's GPUs"
+    parser.add_argument("--cluster", type=profile_name, help=profile)
     parser.add_argument("--published", type=whole, default=0, metavar="BATCHES", help="also the published evaluation")
     options = parser.parse_args()
     for line in measured_lines(options.cluster):
@@ -42,11 +41,8 @@ def main() -> None:
 
 
 def measured_lines(cluster: str | None) -> Iterator[str]:
-    """Yields a table of all ratios, and the worst error of each on each kind of GPU.
-
-    Args:
-        cluster: name of a profile; by default the one of the GPUs of each row, and of the kernel calls of its time.
-    """
+    """Yields a table of all ratios, and the worst error of each on each kind of GPU, from a profile: by default that
+    of the GPUs of each row, and of the kernel calls of its time."""
     notes, all_compared = Notes(), list[Compared]()
     yield head(["page", "GPUs, links", "documents", "ratio", "measured", "predicted", "error"], 4)
     for measured in read_measured(MEASURED):
@@ -81,7 +77,7 @@ def published_lines(profile: ClusterProfile, batches: int) -> Iterator[str]:
             documents = read_lengths(Path(lengths)).tokens
             for context in contexts:
                 for gpus in GPUS:
-                    point = simulate_point(name, lengths, documents, context, gpus, profile, batches)
+                    point = simulate_point(name, documents, context, gpus, profile, batches)
                     ratios = point.baseline / point.published, point.published / point.ours
                     words = f"{least:.2f} to {most:.2f}"
                     yield row([name, lengths, f"{context // K}K", gpus, f"{ratios[0]:.2f}", words, f"{ratios[1]:.2f}"])

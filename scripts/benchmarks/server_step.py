@@ -1,4 +1,4 @@
-"""Times a training step of trainers beside attention servers, and of the trainers alone.
+"""Times a training step of trainers with attention servers, and of the same trainers without them.
 
     torchrun --standalone --nproc-per-node 4 -m distca_hf.run --attention-servers 1 \\
         scripts/benchmarks/server_step.py --layers 4 --documents 131072,16x4096 --out served.json
@@ -35,23 +35,28 @@ import datasets
 import torch
 import torch.distributed as dist
 
-import distca_hf
 from distca_hf.launched import launched_servers
 from lib.baselines.attention import register_ways
 from lib.check import check_modes, check_numbers
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
-from lib.model import Backbone, build_model, prepare, probe, read_config
+from lib.model import Backbone, build_model, probe, read_config
 from lib.modes import Mode, Place
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
 from lib.parser import write_figures
-from lib.report import Measured
+from lib.report import STEP_MS
 from lib.served import MODES, Connection, ServedRunner
-from lib.tables import markdown, number
-from lib.wires import Wires
+from lib.tables import Columns, figure, peak_gib, table_of
 
 
-COLUMNS = ("mode", "step ms", "÷ ideal", "alone ÷", "sent GB", "peak GiB", "error ÷ allowed")
+COLUMNS: Columns = {
+    "step ms": STEP_MS,
+    "÷ ideal": figure("ratio_to_ideal", 1, 3),
+    "alone ÷": figure("ratio_of_alone", 1, 3),
+    "sent GB": figure("sent_bytes", 1e-9, 3),
+    "peak GiB": peak_gib,
+    "error ÷ allowed": figure("largest_error", 1, 2),
+}
 
 
 def main() -> None:
@@ -67,11 +72,8 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Builds the model once, and measures on one set of documents after the other.
-
-    Raises:
-        SystemExit: no server was launched, documents cannot be divided, or numbers were wrong.
-    """
+    """Builds the model once, and measures on one set of documents after the other. Exits if no server was launched,
+    documents cannot be divided, or numbers were wrong."""
     datasets.disable_progress_bars()
     num_servers, num_trainers = sum(launched_servers()), dist.get_world_size()
     if num_servers == 0:
@@ -87,15 +89,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     config = read_config(options, longest)
     model = Backbone(build_model(config, options, device))
     shape = probe(model)
-    wires, connection = Wires(distca_hf.DistCAPlugin().transport(device), device), Connection()
-    place = Place(
-        wires, device, options.kernel, options.dtype, model, shape, options.checkpointing, servers=num_servers
-    )
+    place, connection = Place.open(model, shape, options, device, servers=num_servers), Connection()
     tokens_per_rank = max(sum(lengths) for lengths in options.sets.values()) // num_trainers
     plugin = replace(place, plugins=connection.plugin).plugin(tokens_per_rank)
-    distca_hf.enable(model, plugin, longest)
-    prepare(model, options, device)
-    runner = ServedRunner(model, plugin, wires, device)
+    place.enable(plugin, longest, options)
+    runner = ServedRunner(model, plugin, place.wires, device)
     with closing(connection):
         for of_set in of_each_set(options):
             measure_documents(of_set, config, place, runner, connection)
@@ -104,11 +102,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
 def measure_documents(
     options: argparse.Namespace, config: Any, place: Place, runner: ServedRunner, connection: Connection
 ) -> None:
-    """Checks, times, and reports on rank 0.
-
-    Raises:
-        SystemExit: numbers were wrong, or a server was lost.
-    """
+    """Checks, times, and reports on rank 0. Exits if numbers were wrong, or a server was lost."""
     lengths, device, num_ranks = options.lengths, place.device, place.wires.world_size
     smaller = smaller_lengths(lengths, num_ranks + place.servers)
     errors = check_modes(options.modes, place, smaller, connection.build)
@@ -118,42 +112,26 @@ def measure_documents(
     sent_bytes = {name: runner.sent_bytes(mode) for name, mode in modes.items()}
     transport = connection.transport(device)
     if dist.get_rank() == 0:
-        header = "; ".join(
-            [
-                f"{num_ranks} trainers + {place.servers} servers",
-                *facts_of(options, config, sum(lengths) // num_ranks, device),
-            ]
-        )
-        print(f"{header}\n\n{table(measured, sent_bytes, errors)}\n\n{plan_in_words(modes)}", flush=True)
+        facts = facts_of(options, config, sum(lengths) // num_ranks, device)
+        header = "; ".join([f"{num_ranks} trainers + {place.servers} servers", *facts])
+        seconds = {name: one.step_seconds for name, one in measured.items()}
         figures = {
-            name: {**asdict(one), "step_seconds": one.step_seconds, "sent_bytes": sent_bytes[name]}
+            name: {
+                **asdict(one),
+                "step_seconds": seconds[name],
+                "ratio_to_ideal": seconds[name] / seconds["ideal"] if "ideal" in seconds else None,
+                "ratio_of_alone": seconds["alone"] / seconds[name] if "alone" in seconds else None,
+                "sent_bytes": sent_bytes[name],
+                "largest_error": max(errors[name].values()),
+            }
             for name, one in measured.items()
         }
+        print(f"{header}\n\n{table_of(COLUMNS, figures)}\n\n{plan_in_words(modes)}", flush=True)
         write_figures(options, header=header, errors=errors, modes=figures, plan=plan_in_words(modes))
     if transport is not None and transport.servers_lost:
         raise SystemExit(f"{transport.servers_lost} servers were lost: times are not of {place.servers} servers")
     losses = {mode.name: measured[mode.name].loss for mode in modes.values() if mode.exact}
     check_numbers(errors, losses, options.dtype)
-
-
-def table(
-    measured: Mapping[str, Measured], sent_bytes: Mapping[str, int], errors: Mapping[str, Mapping[str, float]]
-) -> str:
-    """Returns a Markdown table with a row for each mode."""
-    seconds = {name: one.step_seconds for name, one in measured.items()}
-    rows = [
-        (
-            name,
-            number(own, 1e3, 1),
-            number(own / seconds["ideal"] if "ideal" in seconds else None, 1, 3),
-            number(seconds["alone"] / own if "alone" in seconds else None, 1, 3),
-            number(sent_bytes[name], 1e-9, 3),
-            number(measured[name].peak_bytes or None, 2**-30, 1),
-            number(max(errors[name].values()), 1, 2),
-        )
-        for name, own in seconds.items()
-    ]
-    return markdown(COLUMNS, rows)
 
 
 def plan_in_words(modes: Mapping[str, Mode]) -> str:

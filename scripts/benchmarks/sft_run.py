@@ -7,7 +7,7 @@
 Modes train one after the other in one process, from the same random weights. All of them but `packing` have the same
 documents in every step: their losses must follow each other. (Padded batches count the first token of each document
 as a label, so theirs are a little smaller.) If one is further than --most-difference from that of the first mode, the
-script exits with 1 at its end. Settings are those of TRL (activation checkpointing, bf16 on GPUs) under DDP. On CPUs
+script exits with 1 at its end. Settings are TRL's own (activation checkpointing, bf16 on GPUs) under DDP. On CPUs
 `plain` attends across documents: TRL asks for FlashAttention there.
 
 In the table, each figure of the slowest or largest rank:
@@ -25,7 +25,6 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +41,11 @@ from distca_hf.analysis.lengths import read_lengths
 from lib.documents import random_tokens
 from lib.header import machine_facts
 from lib.model import read_config
-from lib.options import add_kernel, add_model
-from lib.parser import (
-    add_device,
-    add_out,
-    at_least_two,
-    chosen_modes,
-    count,
-    not_negative,
-    parser_of,
-    whole,
-)
-from lib.tables import markdown, number
-from lib.training.run import StepTimes, free_memory, furthest_in_words, run_modes
+from lib.parser import at_least_two, count, parser_of, whole
+from lib.rates import largest, of_all_ranks
+from lib.report import TOKENS_PER_SECOND
+from lib.tables import Columns, figure, number, peak_gib, table_of
+from lib.training.run import StepTimes, add_training, free_memory, furthest_in_words, parse_training, run_modes
 
 
 MODES = {
@@ -64,10 +55,18 @@ MODES = {
     "padded": "as SFTTrainer is without any setting: padded batches",
     "attached-padded": "padded, with plugin.attach",
 }
-COLUMNS = (
-    *("mode", "step ms", "÷ first", "tokens/s/GPU", "speed ÷ first", "tokens max/mean", "host ms", "peak GiB"),
-    *("loss at first", "at last", "furthest from first mode"),
-)
+COLUMNS: Columns = {
+    "step ms": figure("step_seconds", 1e3, 1),
+    "÷ first": figure("ratio_to_first", 1, 3),
+    "tokens/s/GPU": TOKENS_PER_SECOND,
+    "speed ÷ first": figure("speed_to_first", 1, 3),
+    "tokens max/mean": figure("uneven", 1, 3),
+    "host ms": figure("host", 1e3, 2),
+    "peak GiB": peak_gib,
+    "loss at first": lambda of: number(of["losses"][0], 1, 4),
+    "at last": lambda of: number(of["losses"][-1], 1, 4),
+    "furthest from first mode": lambda of: of["furthest"],
+}
 
 
 class HostTimes:
@@ -129,11 +128,7 @@ def cycled(lengths: list[int], options: argparse.Namespace) -> list[int]:
 
 
 def sft_config(options: argparse.Namespace, mode: str, packs: int) -> SFTConfig:
-    """Returns settings of a mode.
-
-    Args:
-        packs: of a batch of `packing`.
-    """
+    """Returns settings of a mode; a batch of `packing` has so many packs."""
     on_cpu, is_packing = options.device == "cpu", mode == "packing"
     return SFTConfig(
         output_dir="bench_output",
@@ -159,12 +154,7 @@ def sft_config(options: argparse.Namespace, mode: str, packs: int) -> SFTConfig:
 def train(
     mode: str, config: PreTrainedConfig, documents: Dataset, packs: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trains in one mode from the first weights. A collective call.
-
-    Args:
-        mode: one of `MODES`.
-        documents: column `input_ids`.
-        packs: of a batch of `packing`.
+    """Trains in one mode from the first weights, on documents with the column `input_ids`. A collective call.
 
     Returns:
         figures, the same on all ranks: `losses`, `seconds` and `host_seconds` of every step, `tokens` of every step
@@ -197,81 +187,52 @@ def train(
         torch.cuda.reset_peak_memory_stats(device)
     trainer.train()
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    most = torch.tensor([*times.seconds, peak], dtype=torch.float64, device=device)
-    least = torch.tensor(host.seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    *seconds, peak_bytes = most.tolist()
-    tokens = torch.tensor(host.tokens[: options.steps], device=device)
-    of_ranks = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, tokens)
+    *seconds, peak_bytes = largest([*times.seconds, peak], device)
+    least = [-seconds for seconds in largest([-seconds for seconds in host.seconds], device)]
+    of_ranks = of_all_ranks(torch.tensor(host.tokens[: options.steps], device=device))
     return {
         "mode": mode,
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
         "seconds": seconds,
-        "host_seconds": least.tolist(),
-        "tokens": torch.stack(of_ranks, dim=1).tolist(),
+        "host_seconds": least,
+        "tokens": [[*of_step] for of_step in zip(*of_ranks, strict=True)],
         "peak_bytes": int(peak_bytes),
     }
 
 
 def table(runs: list[dict[str, Any]], warmup: int) -> str:
     """Returns a Markdown table with a row for each training; the first one is what the others are compared with."""
-    return markdown(COLUMNS, _rows(runs, warmup))
-
-
-def _rows(runs: list[dict[str, Any]], warmup: int) -> Iterator[list[str]]:
-    first: tuple[float, float] | None = None
+    figures: dict[str, dict[str, Any]] = {}
     for run in runs:
         seconds, tokens = run["seconds"][warmup:], run["tokens"][warmup:]
-        step, rate = statistics.median(seconds), sum(map(sum, tokens)) / len(tokens[0]) / sum(seconds)
-        first = first or (step, rate)
-        uneven = statistics.mean(max(of_ranks) * len(of_ranks) / sum(of_ranks) for of_ranks in tokens)
         is_other = run["mode"] == "packing" and run is not runs[0]
-        yield [
-            run["mode"],
-            number(step, 1e3, 1),
-            number(step / first[0], 1, 3),
-            number(rate, 1, 0),
-            number(rate / first[1], 1, 3),
-            number(uneven, 1, 3),
-            number(statistics.median(run["host_seconds"][warmup:]), 1e3, 2),
-            number(run["peak_bytes"] or None, 2**-30, 1),
-            number(run["losses"][0], 1, 4),
-            number(run["losses"][-1], 1, 4),
-            "other documents" if is_other else furthest_in_words(runs[0], run),
-        ]
+        own = run | {
+            "step_seconds": statistics.median(seconds),
+            "tokens_per_second": sum(map(sum, tokens)) / len(tokens[0]) / sum(seconds),
+            "uneven": statistics.mean(max(of_ranks) * len(of_ranks) / sum(of_ranks) for of_ranks in tokens),
+            "host": statistics.median(run["host_seconds"][warmup:]),
+            "furthest": "other documents" if is_other else furthest_in_words(runs[0], run),
+        }
+        first = next(iter(figures.values()), own)
+        own["ratio_to_first"] = own["step_seconds"] / first["step_seconds"]
+        own["speed_to_first"] = own["tokens_per_second"] / first["tokens_per_second"]
+        figures[run["mode"]] = own
+    return table_of(COLUMNS, figures)
 
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, MODES)
-    parser.add_argument("--modes", default="plain,packing,attached", help="comma-separated, see below")
-    add_model(parser)
+    add_training(parser, "plain,packing,attached", 1e-5)
     parser.set_defaults(preset="qwen3-0.6b")
-    parser.add_argument(
-        "--lengths",
-        type=Path,
-        default=Path("prolong"),
-        help="of documents: a shipped sample, or a file, as distca plan",
-    )
-    parser.add_argument("--longest", type=at_least_two, default=32_768, help="tokens that longer documents are cut at")
-    parser.add_argument("--batch-size", type=count, default=8, help="documents of a rank and step")
-    parser.add_argument("--steps", type=count, default=20, help="to train")
-    parser.add_argument("--warmup", type=whole, default=3, help="steps whose times do not count")
-    parser.add_argument("--seed", type=whole, default=0, help="of the order of documents")
-    parser.add_argument("--learning-rate", type=not_negative, default=1e-5, help="of AdamW")
-    parser.add_argument("--liger", action="store_true", help="Liger's kernels, in all modes")
-    parser.add_argument("--attention", default="flash_attention_4", help="attn_implementation of plain and packing")
-    add_kernel(parser)
-    add_device(parser)
-    parser.add_argument("--most-difference", type=not_negative, default=1e-2, help="of losses of the same step")
-    add_out(parser, ", after every mode")
-    options = parser.parse_args()
-    options.modes = chosen_modes(parser, options.modes, MODES)
+    add, of_documents = parser.add_argument, "of documents: a shipped sample, or a file, as distca plan"
+    add("--lengths", type=Path, default=Path("prolong"), help=of_documents)
+    add("--longest", type=at_least_two, default=32_768, help="tokens that longer documents are cut at")
+    add("--batch-size", type=count, default=8, help="documents of a rank and step")
+    add("--seed", type=whole, default=0, help="of the order of documents")
+    add("--attention", default="flash_attention_4", help="attn_implementation of plain and packing")
+    options = parse_training(parser, MODES)
     if options.device == "cpu" and options.attention == "flash_attention_4":
         options.attention = "sdpa"
-    if options.steps <= options.warmup:
-        parser.error(f"--steps {options.steps} leaves none to time after --warmup {options.warmup}")
     return options
 
 

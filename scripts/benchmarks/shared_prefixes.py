@@ -37,7 +37,6 @@ Figures of the table are of the slowest or largest rank:
 """
 
 import argparse
-import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -51,23 +50,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import distca_hf
 from distca_hf.arrays import IntArray
 from distca_hf.integrations.models.hooks import BackboneCalls
 from distca_hf.integrations.models.sharing import Sharing
 from lib.baselines.attention import register_ways
-from lib.baselines.operators import OwnKeys, make_call
+from lib.baselines.operators import whole_call
 from lib.documents import batch_of
 from lib.header import facts_of
-from lib.model import Backbone, LossModel, Shape, build_model, prepare, probe, read_config
-from lib.modes import AsOfTrainer, Batch, Batches, Mode, Place, without
+from lib.model import Backbone, LossModel, Shape, build_model, probe, read_config
+from lib.modes import Mode, Place, without
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import chosen_modes, count, whole, write_figures
-from lib.report import Measured
+from lib.prefix_documents import WORKLOADS, Document, Drawn, MicroBatch, equal_beginnings
+from lib.report import EXCHANGED_GB, STEP_MS, Measured
 from lib.rounds import equal_losses
-from lib.tables import markdown, number
+from lib.tables import Columns, figure, number, peak_gib, table_of
+from lib.trainer_batches import AsOfTrainer, Batch, Batches
 from lib.whole_model import TrainingRunner, add_head, use_head
-from lib.wires import Wires
 
 
 MODES = {
@@ -76,14 +75,17 @@ MODES = {
     "its own attention",
     "shared": "the product",
 }
-COLUMNS = (
-    *("mode", "step ms", "÷ first", "÷ trie", "÷ work", "given", "trie ÷ given", "computed ÷ given"),
-    *("peak GiB", "peak ÷ first", "exchanged GB", "loss"),
-)
-# A document, and how many of its first tokens are a prompt; further borders alternate between the agent's turns, which
-# are learnt, and outputs of tools.
-Document = tuple[IntArray, Sequence[int]]
-MicroBatch = Sequence[Sequence[Document]]  # documents of every rank
+COLUMNS: Columns = {
+    "step ms": STEP_MS,
+    **{f"÷ {of}": figure(f"ratio_to_{of}", 1, 3) for of in ("first", "trie", "work")},
+    "given": lambda of: sum(of["given_tokens"]) // len(of["given_tokens"]),
+    "trie ÷ given": lambda of: number(sum(of["trie_tokens"]) / sum(of["given_tokens"]), 1, 4),
+    "computed ÷ given": lambda of: number(sum(of["computed_tokens"]) / sum(of["given_tokens"]), 1, 4),
+    "peak GiB": peak_gib,
+    "peak ÷ first": figure("peak_ratio_to_first", 1, 3),
+    "exchanged GB": EXCHANGED_GB,
+    "loss": figure("loss", 1, 4),
+}
 
 
 def main() -> None:
@@ -115,87 +117,6 @@ def parse() -> argparse.Namespace:
     return options
 
 
-class Drawn:
-    """Random numbers of one step, the same on all ranks."""
-
-    def __init__(self, options: argparse.Namespace, workload: str, step: int, vocabulary: int) -> None:
-        self.options, self._vocabulary = options, vocabulary
-        self.random = random.Random(f"{options.seed} {workload} {step}")
-        self._tokens = np.random.default_rng(self.random.getrandbits(64))
-
-    def tokens(self, number: int) -> IntArray:
-        """Returns `number` random tokens."""
-        return self._tokens.integers(0, self._vocabulary, number)
-
-    def about(self, mean: int) -> IntArray:
-        """Returns random tokens, half to one and a half times as many as the mean."""
-        return self.tokens(self.random.randint(-(-mean // 2), mean + mean // 2))
-
-    def answers(self, number: int) -> list[Document]:
-        """Returns documents of a prompt and an answer each, all of the same prompt."""
-        prompt = self.tokens(self.options.prompt_tokens)
-        answers = (self.about(self.options.turn_tokens) for _ in range(number))
-        return [(np.concatenate([prompt, answer]), [len(prompt)]) for answer in answers]
-
-
-def _trees(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
-    return [_tree(drawn, num_ranks) for _ in range(drawn.options.micro_batches)]
-
-
-def _tree(drawn: Drawn, num_ranks: int) -> MicroBatch:
-    options, prompt = drawn.options, drawn.tokens(drawn.options.prompt_tokens)
-    trajectories: list[list[tuple[IntArray, IntArray]]] = []
-    for _ in range(options.branches):
-        begun = drawn.random.choice(trajectories) if trajectories else []
-        turns = begun[: drawn.random.randrange(options.turns)]
-        while len(turns) < options.turns:
-            turns = [*turns, (drawn.about(options.turn_tokens), drawn.about(options.tool_tokens))]
-        trajectories.append(turns)
-    documents: list[Document] = []
-    for turns in trajectories:
-        parts = [prompt, *(part for turn in turns for part in turn)]
-        documents.append((np.concatenate(parts), np.cumsum([len(part) for part in parts])[:-1].tolist()))
-    borders = [len(documents) * rank // num_ranks for rank in range(num_ranks + 1)]
-    return [documents[borders[rank] : borders[rank + 1]] for rank in range(num_ranks)]
-
-
-def _grpo(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
-    rows, number = drawn.options.rows, drawn.options.micro_batches
-    answers: list[Document] = []
-    while len(answers) < num_ranks * number * rows:
-        answers += drawn.answers(drawn.options.generations)
-    of_ranks = [answers[rank * number * rows : (rank + 1) * number * rows] for rank in range(num_ranks)]
-    for of_rank in of_ranks:
-        drawn.random.shuffle(of_rank)
-    return [[of_rank[first : first + rows] for of_rank in of_ranks] for first in range(0, number * rows, rows)]
-
-
-def _dpo(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
-    pairs = [[drawn.answers(2) for _ in range(drawn.options.rows // 2)] for _ in range(num_ranks)]
-    return [[[pair[of] for of in (0, 1) for pair in of_rank] for of_rank in pairs]]
-
-
-def _none(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
-    return [[[drawn.answers(1)[0] for _ in range(drawn.options.rows)] for _ in range(num_ranks)]]
-
-
-# Returns the micro-batches of a step, from its random numbers and the number of ranks.
-Workload = Callable[[Drawn, int], list[MicroBatch]]
-WORKLOADS: dict[str, Workload] = {"trees": _trees, "grpo": _grpo, "dpo": _dpo, "none": _none}
-
-
-def equal_beginnings(documents: Sequence[IntArray]) -> tuple[list[int], list[int]]:
-    """Returns, in the order of their tokens, how many tokens each document has in common with others before it; and
-    the lengths of documents in this order."""
-    in_order = sorted(documents, key=lambda tokens: tokens.astype(">u4").tobytes())
-    common = [0]
-    for before, after in pairwise(in_order):
-        least = min(len(before), len(after))
-        differs = np.flatnonzero(before[:least] != after[:least])
-        common.append(int(differs[0]) if len(differs) else least)
-    return common, [len(tokens) for tokens in in_order]
-
-
 def work_of(shape: Shape, lengths: Sequence[int]) -> float:
     """Returns the flops of layers, forward and backward; attention's backward is 2.5 times its forward."""
     return 3 * shape.linear_flops * sum(lengths) + 3.5 * shape.attention_flops(shape.pairs(lengths))
@@ -216,10 +137,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     shape = probe(model)
     if options.loss == "labels":
         use_head(model, options.head)
-    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
-    place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing)
-    distca_hf.enable(model, place.plugin(0), longest)
-    prepare(model, options, device)
+    place = Place.open(model, shape, options, device)
+    place.enable(place.plugin(0), longest, options)
     counted = CountedRows(model.layers[0])
     figures: dict[str, dict[str, dict[str, Any]]] = {}
     wrong: list[str] = []
@@ -230,7 +149,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         batches = [[_pack(place, micro_batch, options.loss) for micro_batch in step] for step in steps]
         modes = [_mode(name, place, batches, counted) for name in options.modes]
         rows = {mode.name: mode.batches.rows for mode in modes if isinstance(mode.batches, CountedBatches)}
-        runner = TrainingRunner(model, wires, device, options.optimizer)
+        runner = TrainingRunner(model, place.wires, device)
         measured = runner.run(modes, options.warmup, options.rounds, exposed=False)
         timed = [steps[(options.warmup + at) % number] for at in range(options.rounds)]
         computed = {name: _over_ranks(of_mode[options.warmup :], device) for name, of_mode in rows.items()}
@@ -239,7 +158,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
             mean_tokens = sum(figures[workload][options.modes[0]]["given_tokens"]) // options.rounds
             options.documents = f"of {workload}"
             header = "; ".join(facts_of(options, config, mean_tokens // num_ranks, device))
-            print(f"{header}; loss of {options.loss}\n\n{table(figures[workload])}\n", flush=True)
+            print(f"{header}; loss of {options.loss}\n\n{table_of(COLUMNS, figures[workload])}\n", flush=True)
             write_figures(options, workloads=figures)
         losses = {name: mode.loss for name, mode in measured.items()}
         if not equal_losses([*losses.values()], options.dtype):
@@ -337,8 +256,7 @@ def _with_work(place: Place, batch: Batch) -> Batch:
     positions = batch["position_ids"][0]
     first = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
     lengths = [stop - start for start, stop in pairwise(first)]
-    call = make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), place.device)
-    return {**batch, "bench_work": place.work([call])}
+    return {**batch, "bench_work": place.work([whole_call(lengths, place.device)])}
 
 
 def _over_ranks(rows: Sequence[int], device: torch.device) -> list[int]:
@@ -391,28 +309,6 @@ def figures_of(
         }
         for name, mode in measured.items()
     }
-
-
-def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns a Markdown table with a row for each mode."""
-    rows = []
-    for name, figure in figures.items():
-        given = sum(figure["given_tokens"])
-        rows.append(
-            (
-                name,
-                number(figure["step_seconds"], 1e3, 1),
-                *(number(figure[f"ratio_to_{of}"], 1, 3) for of in ("first", "trie", "work")),
-                str(given // len(figure["given_tokens"])),
-                number(sum(figure["trie_tokens"]) / given, 1, 4),
-                number(sum(figure["computed_tokens"]) / given, 1, 4),
-                number(figure["peak_bytes"] or None, 2**-30, 1),
-                number(figure["peak_ratio_to_first"], 1, 3),
-                number(figure["exchanged_bytes"], 1e-9, 3),
-                number(figure["loss"], 1, 4),
-            )
-        )
-    return markdown(COLUMNS, rows)
 
 
 if __name__ == "__main__":

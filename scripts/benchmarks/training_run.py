@@ -9,7 +9,7 @@
 Modes train one after the other in one process. All begin with the same random weights and have the same documents in
 every optimizer step. All use AdamW, bf16, FSDP2 and activation checkpointing; on CPUs fp32 and DDP. So their losses
 must follow each other: if one is further than --most-difference from that of the first mode, the script exits with 1
-at its end. With --checkpointed-attention save `packing` alone recomputes attention: `recompute` is like for like.
+at its end. With --checkpointed-attention save only `packing` recomputes attention: `recompute` is like for like.
 
 Weights are random. At a high learning rate from the first step on, losses jump now and then, and rounding decides at
 which step. So losses of two right modes drift apart. The rate is low, and with --rising-steps it begins at 0. Drift
@@ -23,7 +23,7 @@ In the table, step times and MFU are medians of the steps after --warmup:
                                 this program's choice
     held before                 memory that modes before have left, on the rank that had most; in the peak, too
     furthest from first mode    largest difference of a step's loss, the mean over all labels, and at which step
-    planned max/mean            attended pairs of the busiest rank over the mean, where the product plans
+    planned max/mean            attended pairs of the busiest rank over the mean, if the product plans
 """
 
 import argparse
@@ -36,20 +36,8 @@ from datasets import Dataset
 from lib.baselines.attention import register_ways
 from lib.header import machine_facts
 from lib.model import read_config
-from lib.options import add_kernel, add_model, add_peak, check_packages
-from lib.parser import (
-    MOST,
-    add_device,
-    add_out,
-    add_tokens_per_rank,
-    chosen_modes,
-    count,
-    not_negative,
-    parser_of,
-    whole,
-    words,
-)
-from lib.training.run import MODES, run_modes, table, train, training_arguments
+from lib.parser import MOST, add_tokens_per_rank, count, parser_of, whole, words
+from lib.training.run import MODES, add_training, parse_training, run_modes, table, train, training_arguments
 
 
 SHORT_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -87,11 +75,8 @@ def main() -> None:
 def training_documents(micro_batches: int, long_tokens: int, capacity_tokens: int, vocabulary: int) -> Dataset:
     """Returns documents whose tokens follow a rule that can be learnt: each is 7 above the one before, and some noise.
 
-    Args:
-        long_tokens: of the long document of each micro-batch. With more than half of the capacity no micro-batch has
-            room for two.
-        capacity_tokens: of a micro-batch, on all ranks together.
-        vocabulary: of the model. Documents use 32,000 words of it at most: those that never come are unlearnt first.
+    Each micro-batch has a long document: if that has more than half of the capacity, there is no room for two. Tokens
+    are among the first 32,000 of the vocabulary: those that never come are unlearnt first.
     """
     rng = random.Random(0)
     generator = torch.Generator().manual_seed(0)
@@ -113,36 +98,16 @@ def training_documents(micro_batches: int, long_tokens: int, capacity_tokens: in
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, MODES)
-    parser.add_argument("--modes", default="distca,ulysses", help="comma-separated, see below")
-    add_model(parser)
-    parser.add_argument("--vocabulary", type=words, help="words of the model, if not as many as it has")
-    parser.add_argument("--steps", type=count, default=20, help="to train")
-    parser.add_argument("--warmup", type=whole, default=3, help="steps whose times do not count")
-    parser.add_argument("--learning-rate", type=not_negative, default=3e-5, help="of AdamW")
-    parser.add_argument(
-        "--rising-steps", type=whole, default=0, help="steps over which the learning rate rises to its value, from 0"
-    )
+    add_training(parser, "distca,ulysses", 3e-5)
+    add = parser.add_argument
+    add("--vocabulary", type=words, help="tokens of the vocabulary, if not as many as the model has")
+    add("--rising-steps", type=whole, default=0, help="steps over which the learning rate rises to its value, from 0")
     add_tokens_per_rank(parser, 131_072)
-    parser.add_argument(
-        "--long-tokens",
-        type=count,
-        help="tokens of the long document of a batch; by default just over half of all",
-    )
-    parser.add_argument("--liger", action="store_true", help="Liger's kernels and fused loss, in all modes")
-    parser.add_argument("--packing-attention", default="flash_attention_4", help="attn_implementation of packing")
-    parser.add_argument(
-        "--checkpointed-attention", choices=["save", "offload", "recompute"], default="save", help="as in settings"
-    )
-    add_kernel(parser)
-    add_device(parser)
-    add_peak(parser)
-    parser.add_argument("--most-difference", type=not_negative, default=1e-2, help="of losses of the same step")
-    add_out(parser, ", after every mode")
-    options = parser.parse_args()
-    check_packages(parser, options)
-    options.modes = chosen_modes(parser, options.modes, MODES)
-    if options.steps <= options.warmup:
-        parser.error(f"--steps {options.steps} leaves none to time after --warmup {options.warmup}")
+    add("--long-tokens", type=count, help="of the long document of a batch; by default just over half of all tokens")
+    add("--packing-attention", default="flash_attention_4", help="attn_implementation of packing")
+    kept = ["save", "offload", "recompute"]
+    add("--checkpointed-attention", choices=kept, default="save", help="as in settings")
+    options = parse_training(parser, MODES)
     if options.checkpointed_attention == "offload" and "ulysses" in options.modes:
         parser.error("--checkpointed-attention offload is the product's own: leave ulysses out of --modes")
     return options

@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/windows.py [--ranks 2 8 64] [--seeds 6] [--tokens-per-rank 65536]
 
-The shipped lengths, drawn with each seed until all ranks are full, are placed in two ways: for full attention alone,
+The shipped lengths, drawn with each seed until all ranks are full, are placed in two ways: only for full attention,
 and for the layers of a model. The worst seed is printed for max/mean work, and the mean over seeds for keys and times.
 The time of a batch is the shortest processor time of several plans. Ways take turns, and each is called once before.
 """
@@ -10,6 +10,7 @@ The time of a batch is the shortest processor time of several plans. Ways take t
 import statistics
 import time
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -84,26 +85,25 @@ def main() -> None:
         *("lengths", "ranks", "layers", "full max/mean", "window max/mean", "key tokens, thousands"),
         *("keys ÷ for full alone", "plan ms", "time ÷ for full alone"),
     )
-    for mix in MIXES:
-        for num_ranks in options.ranks:
-            tokens = num_ranks * options.tokens_per_rank
-            batches = [batch(mix, num_ranks, options.tokens_per_rank, tokens, seed) for seed in range(options.seeds)]
-            for name, layer_masks in MODELS.items():
-                planners = [planner(num_ranks, CAUSAL_LAYERS), planner(num_ranks, layer_masks)]
-                alone, both = ways = [Way(), Way()]
-                for documents in batches:
-                    for each, way in zip(planners, ways, strict=True):
-                        way.add(each.plan(documents), layer_masks[-1][0])
-                take_times(batches, planners, ways)
-                milliseconds = [1e3 * statistics.mean(way.seconds) for way in ways]
-                print_row(
-                    *(mix, num_ranks, name, f"{max(both.full):.3f} ({max(alone.full):.3f})"),
-                    f"{max(both.window):.3f} ({max(alone.window):.3f})",
-                    f"{np.mean(both.keys) / 1e3:.0f} ({np.mean(alone.keys) / 1e3:.0f})",
-                    f"{sum(both.keys) / max(1, sum(alone.keys)):.2f}",
-                    f"{milliseconds[1]:.1f} ({milliseconds[0]:.1f})",
-                    f"{milliseconds[1] / milliseconds[0]:.2f}",
-                )
+    for mix, num_ranks in product(MIXES, options.ranks):
+        tokens = num_ranks * options.tokens_per_rank
+        batches = [batch(mix, num_ranks, options.tokens_per_rank, tokens, seed) for seed in range(options.seeds)]
+        for name, layer_masks in MODELS.items():
+            planners = [planner(num_ranks, CAUSAL_LAYERS), planner(num_ranks, layer_masks)]
+            alone, both = ways = [Way(), Way()]
+            for documents in batches:
+                for each, way in zip(planners, ways, strict=True):
+                    way.add(each.plan(documents), layer_masks[-1][0])
+            take_times(batches, planners, ways)
+            milliseconds = [1e3 * statistics.mean(way.seconds) for way in ways]
+            print_row(
+                *(mix, num_ranks, name, f"{max(both.full):.3f} ({max(alone.full):.3f})"),
+                f"{max(both.window):.3f} ({max(alone.window):.3f})",
+                f"{np.mean(both.keys) / 1e3:.0f} ({np.mean(alone.keys) / 1e3:.0f})",
+                f"{sum(both.keys) / max(1, sum(alone.keys)):.2f}",
+                f"{milliseconds[1]:.1f} ({milliseconds[0]:.1f})",
+                f"{milliseconds[1] / milliseconds[0]:.2f}",
+            )
 
 
 if __name__ == "__main__":

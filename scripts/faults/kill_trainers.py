@@ -17,8 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
-
-from whole_numbers import count
+from command_lines import count, parser_of
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,7 +29,7 @@ STEP = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=count, default=10)
     parser.add_argument("--train", nargs=2, metavar=("FOLDER", "RANK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -41,9 +40,8 @@ def main() -> None:
     for number in range(options.kills):
         with TemporaryDirectory() as folder:
             seconds.append(_kill(Path(folder), number % 2))
-        sys.stdout.write(f"kill {number + 1}: rank {number % 2}, all processes gone after {seconds[-1]:.1f} s\n")
-        sys.stdout.flush()
-    sys.stdout.write(f"{min(seconds):.1f} to {max(seconds):.1f} s\n")
+        print(f"kill {number + 1}: rank {number % 2}, all processes gone after {seconds[-1]:.1f} s", flush=True)
+    print(f"{min(seconds):.1f} to {max(seconds):.1f} s", flush=True)
 
 
 def _kill(folder: Path, rank: int) -> float:

@@ -1,4 +1,4 @@
-"""Kills attention servers of a training over and over, and compares every loss with the training left alone.
+"""Kills attention servers of a training over and over, and compares every loss with a training without servers.
 
     python scripts/faults/lose_servers.py --trainers 2 --servers 2 --wrap fsdp2 --accumulation 3 --losses 10
     python scripts/faults/lose_servers.py --wrap zero3 --how stop --losses 5
@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,15 +37,16 @@ import psutil
 import torch
 import yaml
 
-from whole_numbers import count, whole
+from command_lines import count, parser_of, whole
 
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = Path(__file__).with_name("lose_servers_train.py")
+print_now = partial(print, flush=True)
 SIGNALS = {"kill": (signal.SIGKILL,), "stop": (signal.SIGSTOP,), "both": (signal.SIGKILL, signal.SIGSTOP)}
 # Module of the processes to harm: the supervisors that replace them run another one.
 SERVER = "distca_hf.servers.server"
-# Words of a trainer about a server that was lost too often.
+# Message of a trainer about a server that was lost too often.
 LEFT_OUT = "it is left out for the rest of the training"
 # Characters of a training's output that are shown if it fails.
 LAST_WORDS = 6000
@@ -62,12 +64,9 @@ LONGEST_STEPS = 12
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a trainer, to see growth.
+    """Sizes of a trainer, to see growth."""
 
-    Attributes:
-        mebibytes, gpu_mebibytes: of the host's memory, and of the GPU's, other processes on it counted, too.
-    """
-
+    # mebibytes, gpu_mebibytes: of the host's memory, and of the GPU's, other processes on it counted, too
     mebibytes: float
     gpu_mebibytes: float
     threads: int
@@ -80,20 +79,17 @@ class Sizes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainers", type=count, default=2, help="processes that train")
-    parser.add_argument("--servers", type=count, default=2, help="attention servers")
-    parser.add_argument(
-        "--wrap", choices=["ddp", "fsdp2", "zero3"], default="fsdp2", help="trains under DDP, FSDP2 or ZeRO-3"
-    )
-    parser.add_argument("--accumulation", type=count, default=1, help="micro-batches of an optimizer step")
-    parser.add_argument(
-        "--how", choices=SIGNALS, default="kill", help="servers are lost: killed, stopped, or both in turns"
-    )
-    parser.add_argument("--losses", type=count, default=10, help="servers to lose, one after the other")
-    parser.add_argument("--device", choices=LOSS_LIMITS, default="cpu", help="where all processes compute")
-    parser.add_argument("--one-gpu", action="store_true", help="all processes share the first GPU")
-    parser.add_argument("--seed", type=whole, default=0, help="of the moments of losses")
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--trainers", type=count, default=2, help="processes that train")
+    add("--servers", type=count, default=2, help="attention servers")
+    add("--wrap", choices=["ddp", "fsdp2", "zero3"], default="fsdp2", help="trains under DDP, FSDP2 or ZeRO-3")
+    add("--accumulation", type=count, default=1, help="micro-batches of an optimizer step")
+    add("--how", choices=SIGNALS, default="kill", help="servers are lost: killed, stopped, or both in turns")
+    add("--losses", type=count, default=10, help="servers to lose, one after the other")
+    add("--device", choices=LOSS_LIMITS, default="cpu", help="where all processes compute")
+    add("--one-gpu", action="store_true", help="all processes share the first GPU")
+    add("--seed", type=whole, default=0, help="of the moments of losses")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this host has no GPU for --device cuda")
@@ -107,13 +103,13 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
     sizes, disturbed = train(options, folder, servers=options.servers)
     if options.device == "cuda":
         seconds = ", ".join(f"{one:.2f}" for one in sorted(disturbed["seconds"])[-LONGEST_STEPS:])
-        _print_now(f"longest steps: {seconds} s; median {statistics.median(disturbed['seconds']):.3f} s")
+        print_now(f"longest steps: {seconds} s; median {statistics.median(disturbed['seconds']):.3f} s")
     grows = judge(sizes)
-    _print_now(f"the same {disturbed['steps']} steps follow without servers")
+    print_now(f"the same {disturbed['steps']} steps follow without servers")
     _, alone = train(options, folder, servers=0, steps=disturbed["steps"])
     losses = [abs(one - other) for one, other in zip(disturbed["losses"], alone["losses"], strict=True)]
     norms = [abs(one / other - 1) for one, other in zip(disturbed["norms"], alone["norms"], strict=True)]
-    _print_now(f"largest difference of a loss {largest(losses)}, of a norm, as a part of it, {largest(norms)}")
+    print_now(f"largest difference of a loss {largest(losses)}, of a norm, as a part of it, {largest(norms)}")
     same = within(losses, LOSS_LIMITS[options.device]) and within(norms, NORM_LIMITS[options.device])
     return int(not same or grows)
 
@@ -122,11 +118,11 @@ def judge(sizes: Sequence[Sizes]) -> bool:
     """Prints by how much sizes grow, and returns whether one grows too much, which is an exit status of 1."""
     growing = grown(sizes)
     for name, slope in slopes(sizes).items():
-        _print_now(f"{name}: {slope:+.2f} from loss to loss{', which is growth' * (name in growing)}")
+        print_now(f"{name}: {slope:+.2f} from loss to loss{', which is growth' * (name in growing)}")
     if len(sizes) < FEWEST_LOSSES:
-        _print_now(f"too few losses to judge growth: {len(sizes)}, not {FEWEST_LOSSES}")
+        print_now(f"too few losses to judge growth: {len(sizes)}, not {FEWEST_LOSSES}")
     else:
-        _print_now(f"GROWTH of {', '.join(growing)}: exit status 1" if growing else "nothing grows")
+        print_now(f"GROWTH of {', '.join(growing)}: exit status 1" if growing else "nothing grows")
     return bool(growing)
 
 
@@ -136,7 +132,7 @@ def within(differences: Sequence[float], limit: float) -> bool:
 
 
 def largest(differences: Sequence[float]) -> str:
-    """Returns in words the largest difference and its step: NaN if one is. Rounding shows late, errors at once."""
+    """Returns as text the largest difference and its step: NaN if one is. Rounding shows late, errors at once."""
     at, difference = max(enumerate(differences, 1), key=lambda one: (math.isnan(one[1]), one[1]))
     return f"{difference:.2e} (step {at} of {len(differences)})"
 
@@ -192,14 +188,14 @@ def train(
             whole = psutil.Process(job.pid)
             for process in [*whole.children(recursive=True), whole]:
                 process.kill()
-        sys.stdout.write(Path(log.name).read_text()[-LAST_WORDS:])
+        print(Path(log.name).read_text()[-LAST_WORDS:], flush=True)
         raise
     wrote = json.loads((folder / "losses.json").read_text())
     if servers:
-        behind, seconds = wrote["steps"] - steps, time.monotonic() - began
-        _print_now(
+        since, seconds = wrote["steps"] - steps, time.monotonic() - began
+        print_now(
             f"{options.losses} servers lost ({options.how}), {wrote['steps']} steps, {wrote['redone']:.0f} run again; "
-            f"{behind} of these steps and {seconds:.1f} s since the last server took part"
+            f"{since} of these steps and {seconds:.1f} s since the last server took part"
         )
     return sizes, wrote
 
@@ -212,19 +208,14 @@ def lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path)
     for number in range(1, options.losses + 1):
         time.sleep(chance.uniform(0.0, 1.0))
         harm = signals[(number - 1) % len(signals)]
-        _print_now(f"loss {number}: {harm.name} to process {server.pid}")
+        print_now(f"loss {number}: {harm.name} to process {server.pid}")
         server.send_signal(harm)
         began = time.monotonic()
         sizes.append(_sizes(job, options.device))
-        _print_now(f"loss {number}: a trainer has {sizes[-1].in_words()} after {num_steps(log.read_text())} steps")
+        print_now(f"loss {number}: a trainer has {sizes[-1].in_words()} after {num_steps(log.read_text())} steps")
         server = _joined(job, log, number + 1)
-        _print_now(f"loss {number}: another server takes part after {time.monotonic() - began:.1f} s")
+        print_now(f"loss {number}: another server takes part after {time.monotonic() - began:.1f} s")
     return sizes
-
-
-def _print_now(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def _joined(job: "subprocess.Popen[bytes]", log: Path, number: int) -> psutil.Process:
@@ -243,9 +234,9 @@ def _joined(job: "subprocess.Popen[bytes]", log: Path, number: int) -> psutil.Pr
 def has_served(log: str, losses: int) -> bool:
     """Returns whether a training's output shows that all servers were replaced that it lost, and that a step has
     counted with the last of these. Five losses without such a step would leave the server out."""
-    *joined, behind = log.split("takes part from now on")
+    *joined, rest = log.split("takes part from now on")
     # A server joins between a step and the line of its loss; a step with it has the line after it.
-    return len(joined) >= losses and num_steps(behind) >= (2 if joined else 1)
+    return len(joined) >= losses and num_steps(rest) >= (2 if joined else 1)
 
 
 def num_steps(log: str) -> int:

@@ -9,13 +9,12 @@ images, embeddings of the caller or without a token. Losses of all ranks and gra
 Exit status 1: some were not, or a rank failed.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from whole_numbers import count, whole
+from command_lines import count, parser_of, whole
 
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "tests")]
@@ -30,7 +29,7 @@ LAST_WORDS = 3000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", nargs="+", type=count, default=[2, 3, 4])
     parser.add_argument("--draws", type=count, default=200, help="for each number of ranks")
     parser.add_argument("--first", type=whole, default=0, help="seed of the first draw")
@@ -41,7 +40,7 @@ def main() -> None:
             last = min(first + DRAWS_PER_START, options.draws)
             equal += _run(ranks, range(options.first + first, options.first + last))
     total = options.draws * len(options.ranks)
-    sys.stdout.write(f"{equal} of {total} draws have the losses and gradients of data parallelism\n")
+    print(f"{equal} of {total} draws have the losses and gradients of data parallelism", flush=True)
     sys.exit(int(equal < total))
 
 
@@ -51,20 +50,17 @@ def _run(ranks: int, seeds: Sequence[int]) -> int:
         outcomes = start_ranks(ranks, train_all_drawn, Path(folder), seeds)
     failed = [outcome for outcome in outcomes if outcome.exit_code]
     for outcome in failed:
-        sys.stdout.write(f"--- rank {outcome.rank} ({outcome.exit_code}):\n{outcome.output[-LAST_WORDS:]}\n")
+        print(f"--- rank {outcome.rank} ({outcome.exit_code}):\n{outcome.output[-LAST_WORDS:]}", flush=True)
     if failed:
-        sys.stdout.write(f"{ranks} ranks, one of the draws {seeds[0]} to {seeds[-1]}: FAILED\n")
+        print(f"{ranks} ranks, one of the draws {seeds[0]} to {seeds[-1]}: FAILED", flush=True)
         return 0
     equal = 0
     for seed in seeds:
         drawn, (loss, gradient) = draw(seed, ranks), worst_of([outcome.result[seed] for outcome in outcomes])
         is_equal = max(loss, gradient) <= drawn.most
         equal += is_equal
-        sys.stdout.write(
-            f"{ranks} ranks, draw {seed}, {drawn}: loss {loss:.0e}, gradients {gradient:.0e}"
-            f"{'' if is_equal else ', WRONG'}\n"
-        )
-    sys.stdout.flush()
+        told = f"loss {loss:.0e}, gradients {gradient:.0e}{'' if is_equal else ', WRONG'}"
+        print(f"{ranks} ranks, draw {seed}, {drawn}: {told}", flush=True)
     return equal
 
 

@@ -9,14 +9,13 @@ between steps; with placed batches and packs. Settings are the default ones, a s
 tells it from a slow one. Exit status 1: a rank was not named, or the others ended later than `LIMIT_SECONDS`.
 """
 
-import argparse
 import sys
 import time
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from whole_numbers import count
+from command_lines import count, parser_of
 
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "tests")]
@@ -29,7 +28,7 @@ LIMIT_SECONDS = 30.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", nargs="+", type=count, default=[2, 3, 4])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--where", nargs="+", choices=WHERE, default=WHERE)
@@ -43,9 +42,8 @@ def main() -> None:
             for number, (kind, where, batches, ranks) in enumerate(cases)
         ]
     well = [one for one in seconds if one is not None]
-    sys.stdout.write(
-        f"{len(well)} of {len(cases)} were noticed and named, after {max(well, default=0):.1f} s at most\n"
-    )
+    most = max(well, default=0)
+    print(f"{len(well)} of {len(cases)} were noticed and named, after {most:.1f} s at most")
     sys.exit(int(len(well) < len(cases)))
 
 
@@ -61,10 +59,9 @@ def _run(apart: Apart, ranks: int, folder: Path, backend: str) -> float | None:
     named = [any(words in outcome.output for words in apart.words()) for outcome in others]
     well = all(named) and all(outcome.exit_code == 1 for outcome in others) and passed <= LIMIT_SECONDS
     what = f"rank {apart.rank} of {ranks} {apart.kind}, {apart.where}, {apart.batches}"
-    sys.stdout.write(f"{what}: {passed:.1f} s{'' if well else f', WRONG: named {named}'}\n")
+    print(f"{what}: {passed:.1f} s{'' if well else f', WRONG: named {named}'}", flush=True)
     if not well:
-        sys.stdout.write("\n".join(f"--- {one.rank} ({one.exit_code}):\n{one.output[-1500:]}\n" for one in outcomes))
-    sys.stdout.flush()
+        print("\n".join(f"--- {one.rank} ({one.exit_code}):\n{one.output[-1500:]}\n" for one in outcomes), flush=True)
     return passed if well else None
 
 

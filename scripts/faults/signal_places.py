@@ -8,14 +8,13 @@ status of its signal on both ranks and leave a checkpoint, from which it goes on
 no signal. Exit status 1: one of them did not.
 """
 
-import argparse
 import signal
 import sys
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from whole_numbers import whole
+from command_lines import parser_of, whole
 
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "tests")]
@@ -28,7 +27,7 @@ SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=[*PLACES])
     parser.add_argument("--batches", nargs="+", choices=["placed", "packs"], default=["placed", "packs"])
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=[*SIGNALS])
@@ -38,9 +37,7 @@ def main() -> None:
         cases = [*product(options.places, options.batches, options.signals, options.workers)]
         cases = [case for case in cases if case[:2] != ("placed evaluation", "packs")]
         wrong = sum(not _runs_well(*case, Path(folder)) for case in cases)
-    sys.stdout.write(
-        f"{len(cases) - wrong} of {len(cases)} trainings left a checkpoint and went on as if undisturbed\n"
-    )
+    print(f"{len(cases) - wrong} of {len(cases)} trainings left a checkpoint and went on as if undisturbed")
     sys.exit(int(wrong > 0))
 
 
@@ -56,12 +53,10 @@ def _runs_well(place: str, batches: str, name: str, workers: int, scratch: Path)
         expected = _undisturbed(batches, scratch)
         resumed = run_ranks(RANKS, losses, folder / "resumed", place, batches, workers, folder, True)[0]
         problem = "" if resumed == expected else f"losses {resumed} for {expected}"
-    sys.stdout.write(
-        f"{place}, {batches}, {name}, {workers} workers: saved {saved}{problem and f'; WRONG: {problem}'}\n"
-    )
-    sys.stdout.flush()
+    told = problem and f"; WRONG: {problem}"
+    print(f"{place}, {batches}, {name}, {workers} workers: saved {saved}{told}", flush=True)
     if problem:
-        sys.stdout.write(outcomes[0].output[-2000:])
+        print(outcomes[0].output[-2000:], flush=True)
     return not problem
 
 

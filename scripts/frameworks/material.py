@@ -34,11 +34,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     of_bytes.decoder = decoders.ByteLevel()
     of_bytes.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     made = PreTrainedTokenizerFast(
-        tokenizer_object=of_bytes,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        model_max_length=4096,
+        tokenizer_object=of_bytes, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=4096
     )
     made.chat_template = CHAT
     return made

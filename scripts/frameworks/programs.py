@@ -4,19 +4,13 @@ from typing import NamedTuple
 
 
 class Framework(NamedTuple):
-    """A framework and its programs.
+    """A framework and its programs."""
 
-    Attributes:
-        packages: for pip; the first is the framework.
-        programs: module and arguments of each. A dictionary is written to a YAML file, whose name is the argument.
-        section: what balances it in its YAML file; without one DISTCA_ATTACH=1 does.
-        lowest_python: the lowest version that it can be installed with.
-    """
-
-    packages: tuple[str, ...]
+    packages: tuple[str, ...]  # for pip; the first is the framework
+    # module and arguments of each. A dictionary is written to a YAML file, whose name is the argument.
     programs: dict[str, tuple[str, list[str] | dict[str, object]]]
-    section: dict[str, object] | None = None
-    lowest_python: tuple[int, int] = (3, 11)
+    section: dict[str, object] | None = None  # what balances it in its YAML file; without one DISTCA_ATTACH=1 does
+    lowest_python: tuple[int, int] = (3, 11)  # the lowest version that it can be installed with
 
 
 # What all have: three steps of all documents.

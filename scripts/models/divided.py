@@ -6,14 +6,12 @@ section of a Markdown page.
 Plans for tensor and expert ranks are read from the classes that AutoModelForCausalLM knows. A tiny model of each class
 with a plan (as in `sweep.py`) is saved, and loaded with `DistributedConfig` on two tensor ranks of two data ranks, and
 on two expert ranks. It trains one step on placed documents; loss and gradients must be those of the same documents
-each alone with sdpa. One that differs makes the script exit with 1.
+one by one with sdpa. One that differs makes the script exit with 1.
 """
 
-import argparse
 import multiprocessing
 import os
 import re
-import signal
 import sys
 import tempfile
 import textwrap
@@ -21,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ from distca_hf.errors import DistCAError
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.distributed import heads_divided_by
 from distca_hf.integrations.models.structure import IMPLEMENTATION
-from shared.page_sections import file_to_write, write_section
+from shared.page_sections import add_classes, parser_of, write_section
 from sweep import (
     LARGEST_DIFFERENCE,
     MOST_PARAMETERS,
@@ -74,23 +72,15 @@ two data ranks (`tp_size=2, fsdp_size=2`), and on two ranks that divide experts 
 *by heads* a rank has its part of the heads, and sends as much less. With *whole heads* every tensor rank computes all
 of attention. Reasons are those of distca or of Transformers; *no plan* means that Transformers has none.
 """
-TABLE_HEAD = (
-    "| tensor plan | two tensor ranks | two expert ranks | model types |",
-    "|---|---|---|---|",
-)
+TABLE_HEAD = ("| tensor plan | two tensor ranks | two expert ranks | model types |", "|---|---|---|---|")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One class, divided in one way.
+    """One class, divided in one way."""
 
-    Attributes:
-        detail: the largest relative difference, or the reason why there is none.
-        heads_divided: whether a rank had a part of the heads; None if it did not come so far.
-    """
-
-    detail: str
-    heads_divided: bool | None = None
+    detail: str  # the largest relative difference, or the reason why there is none
+    heads_divided: bool | None = None  # whether a rank had a part of the heads; None if it did not come so far
     is_wrong: bool = False
 
 
@@ -145,49 +135,26 @@ def examine(config_class: type[PreTrainedConfig]) -> Outcome | None:
 
 
 def on_ranks(config_class: type[PreTrainedConfig], sizes: dict[str, int]) -> Trial:
-    """Runs a step of a class on ranks of its own; the result is that of rank 0, or the first error."""
+    """Runs a step of a class on new ranks; the result is that of rank 0, or the first error."""
     context = multiprocessing.get_context("fork")  # everything is imported; this process itself computes nothing
     num_ranks = sizes["fsdp_size"] * sizes.get("tp_size", 1)
-    with tempfile.TemporaryDirectory() as folder:
-        ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-        processes = [
-            context.Process(target=_rank, args=(rank, num_ranks, config_class, sizes, Path(folder), ends[rank][1]))
-            for rank in range(num_ranks)
-        ]
-        for process in processes:
-            process.start()
+    # A rank that left would be an error of the others: processes of the pool stay, and are killed at the end.
+    with tempfile.TemporaryDirectory() as folder, context.Pool(num_ranks) as pool:
+        run = partial(_rank, num_ranks, config_class, sizes, Path(folder))
+        said = pool.imap_unordered(run, range(num_ranks))
         try:
-            return _first_said([receiver for receiver, _ in ends])
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-
-
-def _first_said(receivers: Sequence[Connection]) -> Trial:
-    """Returns what rank 0 found, or the error of the first rank that has one."""
-    waiting = list(receivers)
-    while waiting:
-        ready = wait(waiting, HANG_SECONDS)
-        if not ready:
+            trial = None
+            while trial is None:
+                trial = said.next(HANG_SECONDS)
+            return trial
+        except multiprocessing.TimeoutError:
             return Trial(f"no answer within {HANG_SECONDS:.0f} s")
-        for receiver in [receiver for receiver in waiting if receiver in ready]:
-            waiting.remove(receiver)
-            said: Trial | None = receiver.recv()
-            if said is not None:
-                return said
-    return Trial("no rank said anything")
 
 
 def _rank(
-    rank: int,
-    num_ranks: int,
-    config_class: type[PreTrainedConfig],
-    sizes: dict[str, int],
-    folder: Path,
-    answer: Connection,
-) -> None:
-    """Runs one rank: sends a Trial if it is rank 0 or has failed, else None."""
+    num_ranks: int, config_class: type[PreTrainedConfig], sizes: dict[str, int], folder: Path, rank: int
+) -> Trial | None:
+    """Runs one rank: returns a Trial if it is rank 0 or has failed, else None."""
     be_quiet()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
@@ -196,12 +163,11 @@ def _rank(
         "gloo", f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=HANG_SECONDS / 2)
     )
     try:
-        answer.send(_step_on_rank(config_class, sizes, folder / "model"))
+        return _step_on_rank(config_class, sizes, folder / "model")
     except DistCAError as error:
-        answer.send(Trial(_short(OPENING.sub("", str(error)))))
+        return Trial(_short(OPENING.sub("", str(error))))
     except Exception as error:
-        answer.send(Trial(_short(f"Transformers: {type(error).__name__}: {error}")))
-    signal.pause()  # a rank that leaves would be an error of the others; all are killed when one has answered
+        return Trial(_short(f"Transformers: {type(error).__name__}: {error}"))
 
 
 def _step_on_rank(config_class: type[PreTrainedConfig], sizes: dict[str, int], folder: Path) -> Trial | None:
@@ -251,7 +217,7 @@ def _load(config_class: type[PreTrainedConfig], folder: Path, implementation: st
 
 
 def _whole_gradients(model: torch.nn.Module) -> torch.Tensor:
-    """Returns gradients of all parameters, one after the other, gathered from all ranks; zeros where there is none."""
+    """Returns gradients of all parameters, one after the other, gathered from all ranks; zeros if there is none."""
     whole = []
     for _, parameter in sorted(model.named_parameters()):
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -272,11 +238,8 @@ def section(outcomes: Sequence[Outcome]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
-    parser.add_argument(
-        "--out", type=file_to_write, help="the page whose section is replaced, by default scripts/models/classes.md"
-    )
+    parser = parser_of(__doc__)
+    add_classes(parser)
     options = parser.parse_args()
     check_model_types(parser, options.only, [TEXT])
     be_quiet()

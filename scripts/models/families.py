@@ -7,7 +7,7 @@ and layers of published checkpoints, and given to the check that `attach` and `e
 it accepts are found by bisection. The script fails if a family is refused for another reason than the one here.
 """
 
-import argparse
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.structure import IMPLEMENTATION
-from shared.page_sections import file_to_write, write_section
+from shared.page_sections import file_to_write, parser_of, write_section
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -43,20 +43,14 @@ IMAGES = "text, and images in your own batches. Its towers attend with sdpa"
 
 @dataclass(frozen=True)
 class Family:
-    """Published checkpoints that have something in common.
-
-    Attributes:
-        model_types: of their configurations.
-        settings: in which the published checkpoints differ from the tiny configuration.
-        sign: part of the refusal, if it is refused or has a longest document.
-        note: for people.
-    """
+    """Published checkpoints that have something in common."""
 
     name: str
-    model_types: tuple[str, ...]
+    model_types: tuple[str, ...]  # of their configurations
+    # in which the published checkpoints differ from the tiny configuration
     settings: dict[str, Any] = field(default_factory=dict)
-    sign: str = ""
-    note: str = ""
+    sign: str = ""  # part of the refusal, if it is refused or has a longest document
+    note: str = ""  # for people
 
 
 def windows(tokens: int | None) -> dict[str, Any]:
@@ -164,10 +158,7 @@ def build(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
 
 def longest_accepted_tokens(model: PreTrainedModel, sign: str) -> int:
     """Returns the longest documents with which the check accepts the model; at most `LONGEST_TOKENS`, 0 if with none.
-
-    Raises:
-        UnsupportedAttentionError: for another reason than the one with this sign.
-    """
+    It may refuse the model only for the reason with this sign."""
 
     def is_accepted(tokens: int) -> bool:
         try:
@@ -180,11 +171,8 @@ def longest_accepted_tokens(model: PreTrainedModel, sign: str) -> int:
 
     if is_accepted(LONGEST_TOKENS):
         return LONGEST_TOKENS
-    accepted, refused = 0, LONGEST_TOKENS if is_accepted(1) else 1
-    while refused - accepted > 1:
-        middle = (accepted + refused) // 2
-        accepted, refused = (middle, refused) if is_accepted(middle) else (accepted, middle)
-    return accepted
+    # The first of the lengths that is refused, less one.
+    return bisect_left(range(1, LONGEST_TOKENS), True, key=lambda tokens: not is_accepted(tokens))
 
 
 def rows(families: Iterable[Family]) -> str:
@@ -219,7 +207,7 @@ def outcome(family: Family) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=file_to_write, default=PAGE, help="the page whose first section is replaced")
     options = parser.parse_args()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)

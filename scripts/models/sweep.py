@@ -5,7 +5,7 @@
 
 Of every class that AutoModelForCausalLM or AutoModelForImageTextToText knows a tiny model is built
 (`distca_hf/analysis/check/trial.py`) and checked. An accepted one trains one step on documents of text that are placed
-on 1, 2 and 3 ranks, and on the same documents each alone with sdpa: loss and gradients must agree. Every layer must
+on 1, 2 and 3 ranks, and on the same documents one by one with sdpa: loss and gradients must agree. Every layer must
 attend with the window that placement counts for it. A class that is accepted but differs, or fails in another way than
 by a refusal, makes the script exit with 1.
 
@@ -51,7 +51,7 @@ from distca_hf.integrations.models.check import REMEDY, check_model
 from distca_hf.integrations.models.decoder_layers import masks_of_layers
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.models.structure import IMPLEMENTATION
-from shared.page_sections import file_to_write, write_section
+from shared.page_sections import add_classes, parser_of, write_section
 
 
 PAGE = Path(__file__).parent / "classes.md"
@@ -86,24 +86,18 @@ Made by `python scripts/models/sweep.py --kind images` with Transformers {transf
 in the same way, on documents of text. Their towers attend with sdpa.
 """
 ROW = re.compile(r"^\| (works|refused|not built) \| .* \| (.*) \|$", re.MULTILINE)
-# Words of a verdict about a class that could not be tried: the page compares it as in evaluation.
+# Message of a verdict about a class that could not be tried: the page compares it as in evaluation.
 UNTRIED = "it was not tried"
 TABLE_HEAD = ("| outcome | largest relative difference, or reason | model types |", "|---|---|---|")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Classes of one section of the page.
+    """Classes of one section of the page."""
 
-    Attributes:
-        introduction: the section up to its table.
-        auto_class: builds them.
-        mapping: classes by their configurations.
-    """
-
-    introduction: str
-    auto_class: type[_BaseAutoModelClass]
-    mapping: Mapping[type[PreTrainedConfig], type[PreTrainedModel]]
+    introduction: str  # the section up to its table
+    auto_class: type[_BaseAutoModelClass]  # builds them
+    mapping: Mapping[type[PreTrainedConfig], type[PreTrainedModel]]  # classes by their configurations
 
     def config_classes(self, only: Iterable[str] = ()) -> list[type[PreTrainedConfig]]:
         """Returns the configuration classes of all models, or of those model types, each once."""
@@ -267,7 +261,7 @@ def _judged(config_class: type[PreTrainedConfig], kind: Kind) -> tuple[str, str]
 
 
 def print_verdicts(kind: Kind, only: Iterable[str]) -> bool:
-    """Prints where the page and `distca check` say something else of a class; returns whether they contradict."""
+    """Prints classes of which the page and `distca check` say something else; returns whether they contradict."""
     found = compare_verdicts(kind, only)
     print(f"{kind.introduction.partition(chr(10))[0]}: {len(found)} classes")
     for (on_page, verdict), count in sorted(Counter((each.on_page, each.verdict) for each in found).items()):
@@ -279,7 +273,7 @@ def print_verdicts(kind: Kind, only: Iterable[str]) -> bool:
 
 
 def be_quiet() -> None:
-    """Sets one thread, and no word of libraries about tiny models."""
+    """Sets one thread, and no message of libraries about tiny models."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     disable_progress_bar()
@@ -302,11 +296,8 @@ def check_model_types(parser: argparse.ArgumentParser, only: Iterable[str], kind
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
-    parser.add_argument(
-        "--out", type=file_to_write, help="the page whose section is replaced, by default scripts/models/classes.md"
-    )
+    parser = parser_of(__doc__)
+    add_classes(parser)
     parser.add_argument("--kind", choices=KINDS, help="only this section; both by default")
     parser.add_argument(
         "--verdicts", action="store_true", help="compare distca check with the page, and write nothing"

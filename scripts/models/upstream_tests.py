@@ -16,7 +16,7 @@ enabled when they are told to train. Suite "attention": tests that ask for sdpa 
 once more sdpa. Suite "trainers", of TRL: distca is the default and is attached to every trainer; models and datasets
 of the Hub are made here with TRL's own scripts (`upstream/hub.py`).
 
-Exit status 1: a test fails with distca alone, neither refused by name nor because it asserts that sdpa is the default;
+Exit status 1: a test fails only with distca, neither refused by name nor because it asserts that sdpa is the default;
 or a test that passed in EARLIER.json fails.
 """
 
@@ -36,7 +36,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.page_sections import file_to_write, write_section
+from shared.page_sections import file_to_write, parser_of, write_section
 from upstream.outcomes import DISTCA, FAILED, OTHER, PASSED, SDPA, Outcome, Outcomes, Run, no_longer_passing
 from upstream.page import section
 
@@ -47,7 +47,7 @@ ATTENTION_TESTS = (
 
 
 class Project(NamedTuple):
-    """Whose tests run: families, where the test file of one is, and which tests belong to each suite (`-k`)."""
+    """Whose tests run: families, the path of their test files, and which tests belong to each suite (`-k`)."""
 
     package: str
     families: tuple[str, ...]
@@ -131,36 +131,23 @@ def _earlier(text: str) -> Run:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     sources = parser.add_mutually_exclusive_group(required=True)
     for option, name in (("--transformers", "Transformers"), ("--trl", "TRL")):
-        sources.add_argument(
-            option,
-            type=Path,
-            action="append",
-            metavar="PATH",
-            help=f"source tree of {name} with its tests; given again, a tree with files that the first lacks",
-        )
+        tree = f"source tree of {name} with its tests; given again, a tree with files that the first lacks"
+        sources.add_argument(option, type=Path, action="append", metavar="PATH", help=tree)
     parser.add_argument("--families", nargs="+", metavar="FAMILY", help="models or trainers to test; all by default")
-    parser.add_argument("--json", type=file_to_write, help="where the outcomes go, after every family")
-    parser.add_argument(
-        "--page", type=file_to_write, help="the Markdown page whose section about these tests is replaced"
-    )
-    parser.add_argument(
-        "--compare",
-        type=_earlier,
-        metavar="EARLIER.json",
-        help="outcomes of an earlier run: tests that passed then and fail now are printed",
-    )
+    parser.add_argument("--json", type=file_to_write, help="file for the outcomes, after every family")
+    page = "the Markdown page whose section about these tests is replaced"
+    parser.add_argument("--page", type=file_to_write, help=page)
+    earlier = "outcomes of an earlier run: tests that passed then and fail now are printed"
+    parser.add_argument("--compare", type=_earlier, metavar="EARLIER.json", help=earlier)
     return parser.parse_args()
 
 
 def assemble(project: Project, trees: list[Path], workplace: Path) -> list[str]:
-    """Copies the tests of all trees into one, beside the installed package.
-
-    Returns:
-        The number of files from each tree, or their names if they are few, and its version.
-    """
+    """Copies the tests of all trees into one, next to the installed package; returns the number of files from each
+    tree, or their names if they are few, and its version."""
     (workplace / "pytest.ini").write_text(PYTEST_SETTINGS)
     for folder in ("src", "sources"):
         (workplace / folder).mkdir()
@@ -201,7 +188,7 @@ def environment() -> dict[str, str]:
 
 
 def run_both(project: Project, workplace: Path, family: str, suite: str) -> dict[str, Outcomes]:
-    """Runs one suite of a family with distca, and those of its tests that did not pass with sdpa."""
+    """Runs one suite of a family with distca, and with sdpa the tests that did not pass."""
     file = project.test_file.format(family)
     ours = run_suite(project, workplace, family, suite, DISTCA, [file])
     rest = [f"{file}::{test}" for test, outcome in ours.items() if outcome.result != PASSED]
@@ -211,11 +198,8 @@ def run_both(project: Project, workplace: Path, family: str, suite: str) -> dict
 def run_suite(
     project: Project, workplace: Path, family: str, suite: str, implementation: str, tests_of: list[str]
 ) -> Outcomes:
-    """Runs one suite of a family, or some of its tests, in a process of its own.
-
-    Raises:
-        SystemExit: not all of its tests came to an end; shows the end of its output.
-    """
+    """Runs one suite of a family, or some of its tests, in a new process. Exits with the end of its output if not all
+    of its tests came to an end."""
     began = time.perf_counter()
     lines = workplace / "outcomes.jsonl"
     lines.unlink(missing_ok=True)
@@ -242,7 +226,7 @@ def run_suite(
 
 
 def print_faults(run: Run) -> int:
-    """Prints failures with distca alone that nothing explains, and returns how many there are."""
+    """Prints failures only with distca that nothing explains, and returns how many there are."""
     faults = [failure for failure in run.failures() if failure.meaning == OTHER]
     for fault in faults:
         ended = fault.distca.error or fault.distca.result

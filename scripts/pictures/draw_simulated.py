@@ -34,7 +34,7 @@ STORED, PAGE = BENCHMARKS / "simulated-steps.json", ROOT / "docs" / "will-it-hel
 MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
 GPUS = (8, 64, 512)
 MODEL, PROFILE, TOKENS_PER_RANK, CONTEXT_TOKENS = "llama3-8b", "h200", 131_072, 524_288
-# As the command has them where nothing else is asked for.
+# As the command has them by default.
 BATCHES = 20
 # The command whose output the page shows, and the mix and number of GPUs of the choice that it quotes.
 COMMAND = f"distca simulate prolong --gpus 8,64,512 --context {CONTEXT_TOKENS} --liger"
@@ -67,17 +67,11 @@ class Panel(TypedDict):
 
 
 class Stored(TypedDict):
-    """Content of the stored file.
+    """Content of the stored file."""
 
-    Attributes:
-        profile: date and remarks of the profile that it was simulated from.
-        command: the one on the page.
-        quoted: lines of its output that the page shows.
-    """
-
-    profile: dict[str, str]
-    command: str
-    quoted: list[str]
+    profile: dict[str, str]  # date and remarks of the profile that it was simulated from
+    command: str  # the one on the page
+    quoted: list[str]  # lines of its output that the page shows
     panels: list[Panel]
 
 
@@ -85,16 +79,9 @@ def simulated() -> Stored:
     """Simulates all panels."""
     of_mixes = {mix: [result_of(mix, gpus) for gpus in GPUS] for mix in MIXES}
     profile = find_profile(PROFILE)
-    return Stored(
-        profile={"date": profile.made.date, "remarks": profile.made.remarks},
-        command=COMMAND,
-        quoted=quoted(of_mixes[QUOTED_MIX], profile),
-        panels=[
-            Panel(mix=mix, gpus=result.gpus, ways=bars(result))
-            for mix, results in of_mixes.items()
-            for result in results
-        ],
-    )
+    panels = [Panel(mix=mix, gpus=one.gpus, ways=bars(one)) for mix, results in of_mixes.items() for one in results]
+    made = {"date": profile.made.date, "remarks": profile.made.remarks}
+    return Stored(profile=made, command=COMMAND, quoted=quoted(of_mixes[QUOTED_MIX], profile), panels=panels)
 
 
 def result_of(mix: str, gpus: int) -> Result:

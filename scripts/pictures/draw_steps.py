@@ -2,7 +2,7 @@
 
     python scripts/pictures/draw_steps.py
 
-Figures are those of docs/benchmarks/steps.json, which names their page.
+Figures come from docs/benchmarks/steps.json, which names their page.
 """
 
 import json
@@ -53,11 +53,22 @@ def row_of(table: str, documents: str, links: str) -> dict[str, int]:
     return row["ms"]
 
 
-def draw_bars(axes: Axes, style: Style, ways: dict[str, str], ms: dict[str, int], unit: str, missing: str) -> None:
-    """Draws a bar for each way with its milliseconds, as a multiple of the way `unit`; `missing` replaces a bar."""
+def draw_bars(
+    axes: Axes, style: Style, ways: dict[str, str], ms: dict[str, int], unit: str, missing: dict[str, str]
+) -> None:
+    """Draws a bar for each way with its milliseconds, as a multiple of the way `unit`; `missing` says why there is
+    none."""
     for place, way in enumerate(ways):
         if way not in ms:
-            axes.text(0.03, place, missing, va="center", fontsize=9, color=style.muted, style="italic")
+            axes.text(
+                0.03,
+                place,
+                missing.get(way, "not measured"),
+                va="center",
+                fontsize=9,
+                color=style.muted,
+                style="italic",
+            )
             continue
         ratio = ms[way] / ms[unit]
         colour = {"distca": style.ours, "recomputed": style.ours, "ideal": style.best}.get(way, style.others)
@@ -85,7 +96,7 @@ def draw_four_gpus(style: Style) -> Figure:
     for row, (links, title) in enumerate([("NVLink", "NVLink"), ("30 GB/s", "30 GB/s, as between nodes")]):
         for column, mix in enumerate(documents):
             axes = panels[row, column]
-            draw_bars(axes, style, FOUR_GPUS, row_of("four_gpus", mix, links), "ideal", "not measured")
+            draw_bars(axes, style, FOUR_GPUS, row_of("four_gpus", mix, links), "ideal", {})
             axes.set_xlim(0, 2.3)
             if row == 0:
                 axes.set_title(mix, fontsize=10.5, loc="left", pad=22)
@@ -101,15 +112,11 @@ def draw_two_gpus(style: Style) -> Figure:
         "A training step (4 layers of an 8B Llama with head and AdamW, FSDP2, two H200, NVLink), over that of "
         "distca_hf.\nAll call FlashAttention 4. Shorter is better."
     )
-    figure = headed(style, 3.9, "The fastest on each mix, beside other people's own code", details)
+    figure = headed(style, 3.9, "The fastest on each mix, compared with other people's own code", details)
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     for axes, documents in zip(panels, ("one of 64K among 16 of 4K", "one of 128K", "all of 4K"), strict=True):
         ms = row_of("two_gpus", documents, "NVLink")
-        for place, way in enumerate(TWO_GPUS):
-            if way not in ms:
-                reason = "does not fit" if way == "plain" else "not measured"
-                axes.text(0.03, place, reason, va="center", fontsize=9, color=style.muted, style="italic")
-        draw_bars(axes, style, TWO_GPUS, ms, "distca", "")
+        draw_bars(axes, style, TWO_GPUS, ms, "distca", {"plain": "does not fit"})
         axes.set_title(documents, fontsize=10.5, loc="left")
         axes.set_xlim(0, 1.85)
     figure.subplots_adjust(left=0.195, right=0.99, top=0.72, bottom=0.02, wspace=0.06)

@@ -16,29 +16,20 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 
 @dataclass(frozen=True)
 class Style:
-    """Colours for light or for dark pages.
+    """Colours for light or for dark pages."""
 
-    Attributes:
-        name: of the page, part of the name of the file.
-        text, muted, grid: titles, labels, and lines behind bars.
-        ours: the subject of the picture; `long` is its decisive part.
-        others, best: other ways to train, and the ideal.
-        on_ours, on_others: text on bars of `ours` and `others`.
-        waiting, hatch: time of waiting.
-    """
-
-    name: str
+    name: str  # of the page, part of the name of the file
     text: str
-    muted: str
-    grid: str
-    ours: str
-    on_ours: str
-    long: str
-    others: str
+    muted: str  # labels
+    grid: str  # lines between bars
+    ours: str  # the subject of the picture
+    on_ours: str  # text on its bars
+    long: str  # its decisive part
+    others: str  # other ways to train
     on_others: str
-    best: str
+    best: str  # the ideal
     waiting: str
-    hatch: str
+    hatch: str  # of waiting
 
 
 # On light pages, and on dark ones.
@@ -60,15 +51,8 @@ DARK = Style("dark", **{part: dark for part, (_, dark) in COLOURS.items()})
 
 
 def save(name: str, description: str, draw: Callable[[Style], Figure]) -> None:
-    """Writes `NAME-light.svg` and `NAME-dark.svg`.
-
-    Text becomes outlines, so that it looks alike everywhere. Equal figures give equal bytes.
-
-    Args:
-        name: name of the picture.
-        description: the picture in words, for readers who cannot see it; stored in the file.
-        draw: function that draws the picture in a style.
-    """
+    """Writes `NAME-light.svg` and `NAME-dark.svg`, with a description for readers who cannot see them. Text becomes
+    outlines, so that it looks alike everywhere. Equal figures give equal bytes."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     for style in (LIGHT, DARK):
         settings = {

@@ -164,5 +164,5 @@ def test_an_attempt_trains_on_two_ranks(tmp_path: Path) -> None:
         assert figures["tokens_per_rank"] == 128
         assert len(figures["seconds"]) == 1
         assert "MLPs on 50 tokens at a time; attention on 1 KV heads at a time" in figures["header"]
-        assert "adamw_torch_fused on the host" in figures["header"]
+        assert "fused AdamW on the host" in figures["header"]
     assert losses[0] != losses[1]

@@ -6,6 +6,7 @@ whose keys are made up in part, is compared with exact attention to these.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.integrations.models.decoder_layers import head_groups_of, token_bytes_of
+from distca_hf.kernels.interface import Spans
 from distca_hf.testing import attend_documents
 from lib.baselines.operators import MadeUpKeys, Work
 from lib.documents import numbered_tokens
 from lib.model import AttentionKind
-from lib.modes import Batch, Mode, Place, StepTokens, build_mode
+from lib.modes import Mode, Place, StepTokens, build_mode
 from lib.rounds import equal_losses
+from lib.trainer_batches import Batch
 
 
 NAMES = ("output", "dq", "dk", "dv")
@@ -29,13 +32,8 @@ LARGEST_DIFFERENCE = 1e-5  # of fp32, relative to the largest number
 def check_modes(
     names: Sequence[str], place: Place, lengths: Sequence[int], build: Build = build_mode
 ) -> dict[str, dict[str, float]]:
-    """Computes how far attention of each mode is from exact attention; a collective call.
-
-    Args:
-        names: of modes.
-        place: this rank, and its model.
-        lengths: tokens of the documents.
-        build: makes a mode by its name.
+    """Computes how far attention of each mode is from exact attention, on documents of so many tokens. A collective
+    call.
 
     Returns:
         for every mode the largest error of all ranks and kinds of layers over the allowed one, of `output`, `dq`,
@@ -54,16 +52,8 @@ def check_modes(
 
 
 def check_numbers(errors: Mapping[str, Mapping[str, float]], losses: Mapping[str, float], dtype: torch.dtype) -> None:
-    """Exits with 1 if an error is above the allowed one, or losses of exact modes differ.
-
-    Args:
-        errors: of every mode, as `check_modes` returns them.
-        losses: of every mode that is exact.
-        dtype: in which they were computed.
-
-    Raises:
-        SystemExit: names the modes, with their numbers.
-    """
+    """Exits with 1 if an error of `check_modes` is above the allowed one, or losses of exact modes differ; names the
+    modes, with their numbers."""
     wrong = {name: row for name, row in errors.items() if not all(error <= 1 for error in row.values())}
     if wrong:
         raise SystemExit(f"attention differs from exact attention; errors over the allowed ones: {wrong}")
@@ -101,11 +91,8 @@ def _errors(
         q, k, v, dout = (x[rows] for x in whole)
         results = attend_once(mode, place, kind, batch, q, k, v, dout)
         if not mode.exact:
-            rows = slice(None)
-            exact, rounded = (
-                _attend_made_up(batch["bench_work"], q, k, v, dout, kind, dtype)
-                for dtype in (torch.float32, place.dtype)
-            )
+            rows, dtypes = slice(None), (torch.float32, place.dtype)
+            exact, rounded = (_attend_made_up(batch["bench_work"], q, k, v, dout, kind, dtype) for dtype in dtypes)
     return [
         ((result.float() - truth[rows]).abs().max() / _allowed(truth, plain)).item()
         for result, truth, plain in zip(results, exact, rounded, strict=True)
@@ -131,15 +118,8 @@ def attend_once(
     dout: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Returns the output `[T, N, V]` and the gradients of `q`, `k` and `v` in their shapes, as a layer of the model
-    gets them.
-
-    Args:
-        mode: how to attend.
-        place: this rank.
-        kind: of the layer.
-        batch: of the mode; its T tokens.
-        q, k, v, dout: `[T, N, H]`, `[T, G, H]`, `[T, G, V]` and `[T, N, V]`.
-    """
+    gets them for T tokens of a batch of the mode. `q`, `k`, `v` and `dout` are `[T, N, H]`, `[T, G, H]`, `[T, G, V]`
+    and `[T, N, V]`."""
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
     if mode.name in ("given", "moved"):  # attention of an enabled model, with tasks that move in place of rows
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
@@ -175,26 +155,21 @@ def _attend_made_up(
             )
         else:
             keys, values = call.keys.take(leaves[1], leaves[2])
-        outputs.append(_attend_tasks(leaves[0][call.queries], keys, values, call.spans.queries, call.spans.keys, kind))
-    behind = leaves[0].new_zeros(len(q) - work.rows, *outputs[0].shape[1:])
-    out = torch.cat([*outputs, behind])
+        outputs.append(_attend_tasks(leaves[0][call.queries], keys, values, call.spans, kind))
+    rest = leaves[0].new_zeros(len(q) - work.rows, *outputs[0].shape[1:])
+    out = torch.cat([*outputs, rest])
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
 
 def _attend_tasks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: Sequence[int],
-    keys: Sequence[int],
-    kind: AttentionKind,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, kind: AttentionKind
 ) -> torch.Tensor:
-    """Returns the causal attention of tasks, aligned bottom-right, given by offsets of queries and keys."""
+    """Returns the causal attention of tasks, aligned bottom-right."""
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     outputs = []
-    for task in range(len(queries) - 1):
-        own, seen = slice(queries[task], queries[task + 1]), slice(keys[task], keys[task + 1])
+    for borders in zip(pairwise(spans.queries), pairwise(spans.keys), strict=True):
+        own, seen = (slice(*border) for border in borders)
         scores = torch.einsum("tnh,snh->nts", q[own], k[seen]) * kind.scale
         own_place = scores.shape[2] - scores.shape[1]  # of the first query
         visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(own_place)

@@ -5,7 +5,7 @@ every layer and mode.
 
 With experts tokens travel to the ranks of these and back, in every layer, forward and backward. So ranks wait for each
 other there in every mode, also in `local` and `ideal`, and the host reads split sizes back from the device. Experts
-get the same tokens in all exact modes, and nearly the same in `ideal`: modes differ in attention alone.
+get the same tokens in all exact modes, and nearly the same in `ideal`: modes differ only in attention.
 """
 
 import argparse
@@ -34,11 +34,8 @@ def is_divided(options: argparse.Namespace) -> bool:
 
 
 def data_ranks(options: argparse.Namespace) -> int:
-    """Returns how many ranks, or groups of tensor ranks, hold other documents.
-
-    Raises:
-        SystemExit: the sizes do not divide the ranks.
-    """
+    """Returns how many ranks, or groups of tensor ranks, hold other documents; exits if the sizes do not divide the
+    ranks."""
     ranks = dist.get_world_size()
     for name in ("tp_size", "ep_size"):
         if ranks % (getattr(options, name) * options.dp_replicate_size):
@@ -60,13 +57,11 @@ class DividedBackbone(Backbone):
 
 
 def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -> PreTrainedModel:
-    """Returns the model without its head, and with random weights that are made where they are held.
+    """Returns the model without its head, and with random weights that are made on the ranks that hold them. Exits if
+    this Transformers does not train rightly so.
 
     Weights are fp32 and layers compute in `dtype`, to which FSDP2 casts. Transformers lets it sum gradients in fp32.
-    Where tensor ranks are all that there is, nothing is sharded: weights have that dtype then.
-
-    Raises:
-        SystemExit: this Transformers does not train rightly so.
+    If there are only tensor ranks, nothing is sharded: weights have that dtype then.
     """
     sizes = {name: getattr(options, name) for name in LOWEST if getattr(options, name) > 1}
     for name in sizes:

@@ -32,23 +32,14 @@ def _a(gpus: int) -> list[tuple[int, int]]:
     return [(1, 65_536), (longer, 32_768), (shorter, 16_384), (rest - 16 * longer - 8 * shorter, 2048)]
 
 
-def _b(gpus: int) -> list[tuple[int, int]]:
-    """128K tokens per GPU: one document fills a GPU, and all others are short."""
-    return [(1, 131_072), (32 * (gpus - 1), 4096)]
-
-
-def _c(gpus: int) -> list[tuple[int, int]]:
-    """64K tokens per GPU: one document fills a GPU, and all others are short."""
-    return [(1, 65_536), (16 * (gpus - 1), 4096)]
-
-
-def _d(gpus: int) -> list[tuple[int, int]]:
-    """64K tokens per GPU: one document fills all of them."""
-    return [(1, 65_536 * gpus)]
-
-
-# Counts and lengths for so many GPUs.
-PRESETS: dict[str, Callable[[int], list[tuple[int, int]]]] = {"A": _a, "B": _b, "C": _c, "D": _d}
+# Counts and lengths for so many GPUs: 64K tokens for each, or 128K in B. In B and C one document fills a GPU and all
+# others are short; the one of D fills all of them.
+PRESETS: dict[str, Callable[[int], list[tuple[int, int]]]] = {
+    "A": _a,
+    "B": lambda gpus: [(1, 131_072), (32 * (gpus - 1), 4096)],
+    "C": lambda gpus: [(1, 65_536), (16 * (gpus - 1), 4096)],
+    "D": lambda gpus: [(1, 65_536 * gpus)],
+}
 
 
 def spelled_out(text: str) -> str:
@@ -64,11 +55,8 @@ def spelled_out(text: str) -> str:
 
 
 def parse_documents(text: str) -> list[int]:
-    """Returns the lengths of documents, in tokens, from a preset's name or "131072,96x4096".
-
-    Raises:
-        ValueError: the text is neither, or a document has no tokens, or too many.
-    """
+    """Returns the lengths of documents, in tokens, from a preset's name or "131072,96x4096"; raises ValueError if the
+    text is neither, or a document has no tokens, or too many."""
     lengths: list[int] = []
     for part in spelled_out(text).split(","):
         count, _, tokens = part.rpartition("x")
@@ -79,15 +67,7 @@ def parse_documents(text: str) -> list[int]:
 
 
 def check_lengths(lengths: Sequence[int], num_ranks: int) -> None:
-    """Exits unless every document can be cut in 2 equal chunks per rank: then all modes can hold equal tokens.
-
-    Args:
-        lengths: tokens of the documents.
-        num_ranks: that share them.
-
-    Raises:
-        SystemExit: names a document that cannot.
-    """
+    """Exits unless every document can be cut in 2 equal chunks per rank: then all modes can hold equal tokens."""
     wrong = [tokens for tokens in lengths if tokens < 1 or tokens % (2 * num_ranks)]
     if wrong:
         raise SystemExit(f"a document of {wrong[0]} tokens cannot be cut in {2 * num_ranks} equal chunks, 2 per rank")
@@ -124,14 +104,7 @@ def attended_pairs(lengths: Sequence[int], mask: Mask = CAUSAL_MASK) -> int:
 
 def whole_documents(lengths: Sequence[int], num_ranks: int, shares: Sequence[int] = ()) -> Holding:
     """Packs whole documents in order, each to the first rank with room, or the longest first if that does not
-    fill all ranks.
-
-    Args:
-        shares: tokens of the ranks in proportion; all have equally many without.
-
-    Raises:
-        SystemExit: neither does.
-    """
+    fill all ranks; exits if neither does. Ranks have tokens in proportion to the shares, or equally many."""
     parts = shares or [1] * num_ranks
     room = [sum(lengths) * part // sum(parts) for part in parts]
     in_order = range(len(lengths))
@@ -141,7 +114,7 @@ def whole_documents(lengths: Sequence[int], num_ranks: int, shares: Sequence[int
             return holding
     raise SystemExit(
         f"whole documents do not fill ranks of {', '.join(map(str, room))} tokens: choose other --documents, or "
-        "--modes without local, sorted, given and moved"
+        "--modes without local, given and moved"
     )
 
 
@@ -158,13 +131,7 @@ def _first_fit(lengths: Sequence[int], order: Sequence[int], room: list[int]) ->
 
 def zigzag(documents: Sequence[int], lengths: Sequence[int], num_ranks: int) -> Holding:
     """Returns the r-th and the r-th last of 2 x ranks chunks of every document for rank r, first chunks before second.
-    Work is equal on all ranks, to the pair.
-
-    Args:
-        documents: numbers of those that are cut.
-        lengths: tokens of all documents.
-        num_ranks: ranks.
-    """
+    Work is equal on all ranks, to the pair. `documents` are the numbers of those that are cut."""
     holding: Holding = []
     for rank in range(num_ranks):
         held: list[Segment] = []
@@ -191,7 +158,7 @@ def evenly_spread(lengths: Sequence[int], num_ranks: int) -> tuple[Holding, Hold
 
 
 def share_of(segments: Sequence[Segment], rank: int, num_ranks: int) -> list[Segment]:
-    """Returns the rows of some segments that come to a rank where all get equally many, in order."""
+    """Returns the rows of some segments that come to a rank, in order; all ranks get equally many."""
     rows = sum(stop - start for _, start, stop in segments)
     first, last = rows * rank // num_ranks, rows * (rank + 1) // num_ranks
     share, at = [], 0

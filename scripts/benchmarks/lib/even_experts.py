@@ -14,16 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-Router = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 ROUTER = "TopKRouter"  # end of the names of Transformers' routers
 
 
 class EvenExperts:
-    """Replaces the choice of all routers of a model, and keeps their weights; in place.
-
-    Raises:
-        SystemExit: it has no router.
-    """
+    """Replaces the choice of all routers of a model, and keeps their weights; in place. Exits if it has no router."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         routers = [module for module in causal_lm.modules() if type(module).__name__.endswith(ROUTER)]

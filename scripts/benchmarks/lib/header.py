@@ -27,30 +27,24 @@ def machine_facts(device: torch.device) -> list[str]:
 
 
 def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torch.device) -> list[str]:
-    """Returns the parts of that line, in words.
-
-    Args:
-        options: of the program.
-        config: of the model.
-        tokens: of a rank and step.
-        device: of this rank.
-    """
+    """Returns the parts of that line, for a model and so many tokens of a rank and step."""
+    reduced = f"FSDP2, gradients summed in {_name(options.reduce_dtype)}" if options.fsdp else "no FSDP"
+    divided = {
+        f", {options.dp_replicate_size} replicas": options.dp_replicate_size,
+        f", experts over {options.ep_size} ranks": options.ep_size,
+        f", layers over {options.tp_size} tensor ranks": options.tp_size,
+    }
     return [
         *machine_facts(device),
         f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers",
-        str(options.dtype).removeprefix("torch."),
+        _name(options.dtype),
         f"documents {spelled_out(options.documents)}",
-        f"{tokens} tokens per rank and step"
-        + (f" in {options.accumulation} micro-steps" * (options.accumulation > 1)),
-        f"checkpointing {options.checkpointing}, "
-        + (
-            f"FSDP2, gradients summed in {str(options.reduce_dtype).removeprefix('torch.')}"
-            if options.fsdp
-            else "no FSDP"
-        )
-        + (f", {options.dp_replicate_size} replicas" if options.dp_replicate_size > 1 else "")
-        + (f", experts over {options.ep_size} ranks" if options.ep_size > 1 else "")
-        + (f", layers over {options.tp_size} tensor ranks" if options.tp_size > 1 else "")
-        + (f", compiled by {options.compile}" if options.compile else "")
-        + (", liger" if options.liger else ""),
+        f"{tokens} tokens per rank and step" + f" in {options.accumulation} micro-steps" * (options.accumulation > 1),
+        f"checkpointing {options.checkpointing}, {reduced}"
+        + "".join(words for words, size in divided.items() if size > 1)
+        + ", liger" * options.liger,
     ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.cost import Mask
@@ -46,7 +39,7 @@ Widths = tuple[tuple[int, int], ...]
 class LossModel(nn.Module):
     """A causal language model whose output is a loss.
 
-    Calling it runs the product's hooks, as any enabled model does; `forward` runs the model alone. The product finds
+    Calling it runs the product's hooks, as any enabled model does; `forward` runs only the model. The product finds
     the Transformers model inside as it does in a PEFT model.
     """
 
@@ -104,21 +97,14 @@ class Backbone(LossModel):
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Layers that attend alike.
-
-    Attributes:
-        mask: of the layers.
-        heads, kv_heads: query heads, and heads of keys and values.
-        head_dim, value_dim: numbers of a query or key in a head, and of a value.
-        scale: of scores.
-    """
+    """Layers that attend alike."""
 
     mask: Mask
-    heads: int
+    heads: int  # of queries
     kv_heads: int
-    head_dim: int
-    value_dim: int
-    scale: float
+    head_dim: int  # numbers of a query or key in a head
+    value_dim: int  # numbers of a value in a head
+    scale: float  # of scores
 
     @property
     def window_tokens(self) -> int:
@@ -139,14 +125,10 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Shape:
-    """The work of a model: of attention and of matrix products.
+    """The work of a model: of attention and of matrix products."""
 
-    Attributes:
-        linear_flops: of one token, forward, in all layers.
-        layers: attention layers of each kind, in order of their calls in a forward pass.
-    """
-
-    linear_flops: float
+    linear_flops: float  # of one token, forward, in all layers
+    # attention layers of each kind, in order of their calls in a forward pass
     layers: Mapping[AttentionKind, Sequence[nn.Module]]
 
     @property
@@ -156,11 +138,7 @@ class Shape:
 
     @property
     def only_kind(self) -> AttentionKind:
-        """Returns the kind of all layers.
-
-        Raises:
-            SystemExit: there are several.
-        """
+        """Returns the kind of all layers; exits if there are several."""
         if len(self.layers) > 1:
             raise SystemExit(f"layers attend in {len(self.layers)} ways: leave modes of other packages out")
         return self.kinds[0]
@@ -175,12 +153,8 @@ class Shape:
 
 
 def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedConfig:
-    """Returns the configuration of a file or a preset.
-
-    Args:
-        options: `config` or `preset`, and `layers`, as `lib.options.add_model` adds them.
-        longest_tokens: of a document; positions are at least as many.
-    """
+    """Returns the configuration of a file or a preset (`lib.options.add_model`), with positions for the longest
+    document."""
     values = json.loads(options.config.read_text()) if options.config else PRESETS[options.preset]
     values = {**values, "num_hidden_layers": options.layers or values["num_hidden_layers"], "use_cache": False}
     for name in ("layer_types", "layers_block_type"):
@@ -188,28 +162,6 @@ def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedC
             values[name] = values[name][: values["num_hidden_layers"]]
     values["max_position_embeddings"] = max(values.get("max_position_embeddings") or 0, longest_tokens)
     return AutoConfig.for_model(**values)
-
-
-def small_llama(attention: str, vocabulary: int, *, hidden_size: int, layers: int, heads: int) -> PreTrainedModel:
-    """Returns a Llama for CPUs and documents of any length; the weights of a size are always the same.
-
-    Args:
-        attention: name of the attention implementation.
-        vocabulary: words.
-        hidden_size, layers, heads: sizes; half as many KV heads.
-    """
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 43 // 16,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        max_position_embeddings=1 << 20,
-        use_cache=False,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
 
 
 def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: torch.device) -> PreTrainedModel:
@@ -223,20 +175,13 @@ def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: t
     return causal_lm.train()
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """The arguments of a layer's attention.
-
-    Attributes:
-        query, key, value: `[B, N, T, H]`, `[B, G, T, H]` and `[B, G, T, V]`.
-        scale: of scores.
-    """
+class AttentionCall(NamedTuple):
+    """The arguments of a layer's attention."""
 
     module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scale: float
+    query: torch.Tensor  # `[B, N, T, H]`
+    value: torch.Tensor  # `[B, G, T, V]`
+    scale: float  # of scores
 
 
 @contextmanager
@@ -248,7 +193,7 @@ def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **given: Any
     ) -> tuple[torch.Tensor, None]:
         scale = given.get("scaling")
-        calls.append(AttentionCall(module, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale))
+        calls.append(AttentionCall(module, query, value, query.shape[-1] ** -0.5 if scale is None else scale))
         return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
 
     AttentionInterface.register("bench_probe", look)
@@ -274,10 +219,7 @@ def _countable_experts(causal_lm: PreTrainedModel) -> Iterator[None]:
 def probe(model: LossModel) -> Shape:
     """Runs a few tokens through the model without attention; counts flops, and keeps attention's arguments.
 
-    A collective call: where experts are divided, their flops are those of all ranks' tokens, and the mean is taken.
-
-    Returns:
-        the work of the model.
+    A collective call: if experts are divided, their flops are those of all ranks' tokens, and the mean is taken.
     """
     causal_lm = model.causal_lm
     positions = torch.arange(PROBE_TOKENS, device=causal_lm.device)[None]
@@ -297,44 +239,39 @@ def probe(model: LossModel) -> Shape:
 
 
 def prepare(model: LossModel, options: argparse.Namespace, device: torch.device) -> None:
-    """Adds checkpointing, then FSDP2, if Transformers has not, and compilation of every decoder layer; in place."""
+    """Adds checkpointing, and then FSDP2 if Transformers has not; in place."""
     if options.checkpointing != "none":
-        keywords: dict[str, Any] = {"use_reentrant": False}
-        if options.checkpointing == "saved":
-            keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, saving_policy)
-        model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
+        model.causal_lm.gradient_checkpointing_enable(checkpointing_keywords(options.checkpointing == "saved"))
     if options.fsdp and options.ep_size == options.tp_size == 1:
         _shard(model.layers, model.root, options, device)
-    if options.compile:
-        torch._dynamo.config.recompile_limit = 64  # one variant for each way to attend
-        for layer in model.layers:
-            layer.forward = torch.compile(layer.forward, backend=options.compile)
 
 
-def saving_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decides as the product does (`checkpointed_attention="save"`), for the operators of all modes."""
-    saved = operator in (
-        *SAVED_OPERATORS,
-        torch.ops.distca.flash_attn.default,
-        torch.ops.distca.flash_attn_local.default,
-    )
+def checkpointing_keywords(saves: bool) -> dict[str, Any]:
+    """Returns keywords of torch's checkpointing. `saves`: it saves attention outputs as the product does
+    (`checkpointed_attention="save"`), for the operators of all modes."""
+    context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _saving_policy)} if saves else {}
+    return {"use_reentrant": False, **context}
+
+
+def _saving_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    of_product = (torch.ops.distca.flash_attn.default, torch.ops.distca.flash_attn_local.default)
+    saved = operator in (*SAVED_OPERATORS, *of_product)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
-    """Weights in fp32, sums of gradients over ranks in a dtype of their own, everything in between in `dtype`; in
-    several replicas (HSDP) if that is asked for."""
+    """Keeps weights and sums of gradients over ranks in their dtypes, and all else in `dtype`; in several
+    replicas (HSDP) if that is asked for."""
     replicas = options.dp_replicate_size
     sizes = (replicas, dist.get_world_size() // replicas)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "fsdp"))
-    mesh = mesh if replicas > 1 else mesh["fsdp"]
     # FSDP casts what a layer is given in forward, but not in recomputation: OLMo's rotary embeddings are fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=options.dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
     )
     shard = functools.partial(
         fully_shard,
-        mesh=mesh,
+        mesh=mesh if replicas > 1 else mesh["fsdp"],
         mp_policy=policy,
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload else OffloadPolicy(),
     )

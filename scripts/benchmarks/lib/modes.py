@@ -1,26 +1,25 @@
 """Modes of a benchmark step: the same documents and weights, held and attended in different ways (`MODES`)."""
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from itertools import accumulate, chain, cycle
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, chain
+from typing import Any, NamedTuple, Self
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import nn
 
+import distca_hf
 from distca_hf.arrays import IntArray
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import GivenPlans
-from distca_hf.batches.read_documents import DocumentReader, Reading, mark
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.document_rows import DocumentRows
-from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.hooks import BackboneCalls
 from distca_hf.integrations.models.mixer_calls import KEYWORD
 from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of
@@ -29,70 +28,53 @@ from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
-from lib import states
-from lib.baselines.operators import Call, ChosenKeys, MadeUpKeys, OwnKeys, Work, make_call
+from lib.baselines.operators import Call, ChosenKeys, MadeUpKeys, Work, make_call, whole_call
 from lib.baselines.peers import MagiWork, RingmasterWork
 from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
-from lib.documents import (
-    Holding,
-    Segment,
-    attended_pairs,
-    batch_of,
-    evenly_spread,
-    gathered_rows,
-    share_of,
-    whole_documents,
-    zigzag,
-)
-from lib.model import Shape
+from lib.documents import Holding, Segment, batch_of, evenly_spread, gathered_rows, share_of, whole_documents, zigzag
+from lib.model import LossModel, Shape, prepare
+from lib.states import rows_on_one_device
+from lib.trainer_batches import AsOfTrainer, Batch, Batches
 from lib.wires import WiredPlugin, Wires
 
 
 # Methods of a forward pass in which ranks agree.
 AGREEMENTS = ("agree_to_attend", "_agree_to_differentiate")
 StepTokens = Sequence[Sequence[IntArray]]  # tokens of the documents of each micro-step
-Batch = dict[str, Any]
-
-
-class Batches(Protocol):
-    """Keywords of the model for each micro-step, anew for every step."""
-
-    def __len__(self) -> int:
-        """Returns the number of micro-steps."""
-        ...
-
-    def __iter__(self) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Parts that modes are built from: this rank, its wires, and the model that plans are made for.
+    """Parts that modes are built from: this rank, its wires, and the model that plans are made for."""
 
-    Attributes:
-        wires: of all modes.
-        device, dtype: of attention.
-        kernel: its name, as in settings.
-        model: that plans are made for.
-        shape: of its work.
-        checkpointing: of the program's options. It decides for all modes alike (`lib/model.py`), except that the
-            product alone offloads.
-        share_of: ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are.
-        servers: ranks without tokens, over which `ideal` spreads attention, too.
-        shares: tokens of the ranks in packs, in proportion; none if they are equal.
-        plugins: makes the product's plugin.
-    """
-
-    wires: Wires
+    wires: Wires  # of all modes
     device: torch.device
-    kernel: KernelName
-    dtype: torch.dtype
-    model: nn.Module
-    shape: Shape
+    kernel: KernelName  # its name, as in settings
+    dtype: torch.dtype  # of attention
+    model: LossModel  # that plans are made for
+    shape: Shape  # of its work
+    # of the program's options. It decides for all modes alike (`lib/model.py`), but only the product offloads
     checkpointing: str = "none"
+    # ranks, of whose work `ideal` does one part if there is only one process; 0 for as many as there are
     share_of: int = 0
-    servers: int = 0
-    shares: Sequence[int] = ()
-    plugins: Callable[..., WiredPlugin] = WiredPlugin
+    servers: int = 0  # ranks without tokens, over which `ideal` spreads attention, too
+    shares: Sequence[int] = ()  # tokens of the ranks in packs, in proportion; none if they are equal
+    plugins: Callable[..., WiredPlugin] = WiredPlugin  # makes the product's plugin
+
+    @classmethod
+    def open(
+        cls, model: LossModel, shape: Shape, options: argparse.Namespace, device: torch.device, **more: Any
+    ) -> Self:
+        """Opens wires for a model, as the options of a program ask for. A collective call."""
+        plugin = distca_hf.DistCAPlugin()
+        follow_mesh(model, plugin)
+        wires = Wires(plugin.transport(device), device)
+        return cls(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing, **more)
+
+    def enable(self, plugin: WiredPlugin, longest_tokens: int, options: argparse.Namespace) -> None:
+        """Enables the model for documents of so many tokens, then checkpoints and shards it."""
+        distca_hf.enable(self.model, plugin, longest_tokens)
+        prepare(self.model, options, self.device)
 
     def plugin(self, tokens_per_rank: int, **settings: Any) -> WiredPlugin:
         """Returns the product for ranks of so many tokens, with these settings, and others from the environment
@@ -114,35 +96,23 @@ class Place:
 @contextmanager
 def without(owner: type, *names: str) -> Iterator[None]:
     """Takes methods of a class of the product away meanwhile; they return None instead."""
-    with ExitStack() as patches:
-        for name in names:
-            patches.enter_context(mock.patch.object(owner, name, return_value=None))
+    with mock.patch.multiple(owner, **{name: mock.Mock(return_value=None) for name in names}):
         yield
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a step.
+    """One way to run a step."""
 
-    Attributes:
-        name: as in `MODES`.
-        implementation: name of the attention function.
-        batches: of a step, one for each micro-step.
-        watched: the model is called with the product's hooks around it.
-        exchanges: whether attention sends anything, on several ranks.
-        exact: outputs are of attention on the documents; false for `ideal` alone.
-        meanwhile: made-up keys, or changes to the product, that are there only while this mode runs.
-        planner: of a package, which plans before steps.
-    """
-
-    name: str
-    implementation: str
-    batches: Batches
-    watched: bool = False
-    exchanges: bool = False
-    exact: bool = True
+    name: str  # as in `MODES`
+    implementation: str  # name of the attention function
+    batches: Batches  # of a step, one for each micro-step
+    watched: bool = False  # the model is called with the product's hooks around it
+    exchanges: bool = False  # whether attention sends anything, on several ranks
+    exact: bool = True  # outputs are of attention on the documents; false only for `ideal`
+    # made-up keys, or changes to the product, that are there only while this mode runs
     meanwhile: Sequence[Callable[[], AbstractContextManager[object]]] = ()
-    planner: MagiWork | None = None
+    planner: MagiWork | None = None  # of a package, which plans before steps
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -155,24 +125,9 @@ class Mode:
 
 def _local(place: Place, step: StepTokens) -> Mode:
     holding = whole_documents(_lengths(step), place.wires.world_size, place.shares)
-    return _of_packs("local", place, [(holding[place.wires.rank], tokens) for tokens in step])
-
-
-def _sorted(place: Place, step: StepTokens) -> Mode:
-    rank, num_ranks = place.wires.rank, place.wires.world_size
-    holding = whole_documents(_lengths(step), num_ranks)
-    packs = [(segments, tokens) for tokens in step for segments in holding]
-    work = np.array([attended_pairs([stop for _, _, stop in segments]) for segments, _ in packs])
-    order = np.argsort(-work, kind="stable")
-    return _of_packs("sorted", place, [packs[pack] for pack in order[rank::num_ranks]])
-
-
-def _of_packs(name: str, place: Place, packs: Sequence[tuple[Any, Sequence[IntArray]]]) -> Mode:
-    batches: list[Batch] = []
-    for segments, tokens in packs:
-        work = place.work([_whole_call([stop for _, _, stop in segments], place.device)])
-        batches.append({**_pack(place, segments, tokens), "bench_work": work})
-    return Mode(name, "bench_whole", batches)
+    segments = holding[place.wires.rank]
+    work = place.work([whole_call([stop for _, _, stop in segments], place.device)])
+    return Mode("local", "bench_whole", [{**_pack(place, segments, tokens), "bench_work": work} for tokens in step])
 
 
 def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray]) -> Batch:
@@ -184,17 +139,14 @@ def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray])
     if halo_tokens is None:
         batch[KEYWORD] = DocumentRows(np.array(lengths), 1, sum(lengths), place.device)
     else:
-        alone = [(document, 0, tokens) for document, tokens in enumerate(lengths)]
-        batch[KEYWORD] = states.rows_on_one_device(alone, halo_tokens, place.device)
+        documents = [(document, 0, tokens) for document, tokens in enumerate(lengths)]
+        batch[KEYWORD] = rows_on_one_device(documents, halo_tokens, place.device)
     return batch
 
 
 def _ideal(place: Place, step: StepTokens) -> Mode:
-    """Spreads the work evenly, with `MadeUpKeys` for keys of other ranks.
-
-    Beside attention servers each trainer has the share of one of all ranks; attention of its other rows is zero.
-    (Placed documents without any exchange take the step of placed minus its exposed time.)
-    """
+    """Spreads the work evenly, with `MadeUpKeys` for keys of other ranks. With attention servers each trainer has the
+    share of one of all ranks; attention of its other rows is zero."""
     rank, num_ranks = place.wires.rank, place.share_of or place.wires.world_size
     holdings = evenly_spread(_lengths(step), num_ranks + place.servers)
     whole, parts = (holding[rank] for holding in holdings)
@@ -202,7 +154,7 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
     calls: list[Call] = []
     made_up: list[MadeUpKeys] = []
     if whole:
-        calls.append(_whole_call([stop for _, _, stop in whole], place.device))
+        calls.append(whole_call([stop for _, _, stop in whole], place.device))
     if parts:
         queries, keys = [stop - start for _, start, stop in parts], [stop for _, _, stop in parts]
         first = calls[0].queries.stop if calls else 0
@@ -225,18 +177,9 @@ def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_ro
 def _ulysses(place: Place, step: StepTokens) -> Mode:
     _check_may_cut(place, "ulysses")
     lengths = _lengths(step)
-    work = place.work([_whole_call(lengths, place.device)])
+    work = place.work([whole_call(lengths, place.device)])
     batches = _batches(place, _in_order(lengths, place.wires.world_size), step, work)
     return Mode("ulysses", "bench_heads", batches, exchanges=True)
-
-
-def _ringmaster(place: Place, step: StepTokens) -> Mode:
-    lengths = _lengths(step)
-    work = place.work([_whole_call(lengths, place.device)])
-    held = _in_order(lengths, place.wires.world_size)
-    batches = [{**batch, KEYWORD: None} for batch in _batches(place, held, step, work)]
-    passed = partial(states.passed_by_package, place.model, lengths, place.device)
-    return Mode("ringmaster", "bench_heads", batches, exchanges=True, meanwhile=[passed])
 
 
 def _context(place: Place, step: StepTokens) -> Mode:
@@ -255,22 +198,10 @@ def _context(place: Place, step: StepTokens) -> Mode:
 
 
 def _of_package(
-    name: str,
-    make: Callable[..., RingWork],
-    place: Place,
-    step: StepTokens,
-    *,
-    chunked: bool = False,
-    wired: bool = True,
+    name: str, make: Callable[..., RingWork], place: Place, step: StepTokens, chunked: bool = False, wired: bool = True
 ) -> Mode:
-    """Returns a mode whose ranks have consecutive tokens, or two chunks of every document.
-
-    Args:
-        name: as in `MODES`.
-        make: attention from wires, kernel, lengths and device.
-        chunked: in zigzag.
-        wired: exchanges are counted, and silent when asked.
-    """
+    """Returns a mode whose ranks have consecutive tokens, or two chunks of every document. `make` returns attention
+    from wires, kernel, lengths and device. If `wired`, exchanges are counted, and silent when asked."""
     _check_may_cut(place, name)
     lengths, num_ranks = _lengths(step), place.wires.world_size
     if chunked:
@@ -325,49 +256,6 @@ def _given(place: Place, step: StepTokens) -> Mode:
     return Mode("given", "distca", AsOfTrainer(place.model, [batches]), watched=True, exchanges=True)
 
 
-def _each_tensor(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
-    return {name: function(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-class AsOfTrainer:
-    """Batches of steps as Trainer has them: their documents are read on the host, and its loader holds one batch
-    more, which ranks plan ahead.
-
-    Args:
-        model: a model, enabled before the first step.
-        steps: batches of each step, equally many; after the last one the first follows.
-        shares: whether documents may share prefixes, if the settings say so.
-    """
-
-    def __init__(self, model: nn.Module, steps: Sequence[Sequence[Batch]], shares: bool = True) -> None:
-        self._model, self._shares, self._len = model, shares, len(steps[0])
-        on_host = [[_each_tensor(torch.Tensor.cpu, batch) for batch in step] for step in steps]
-        self._following = cycle([[*zip(*both, strict=True)] for both in zip(steps, on_host, strict=True)])
-        self._held: list[tuple[Batch, Reading]] = []
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __iter__(self) -> Iterator[Batch]:
-        watch = watch_of(self._model)
-        assert watch is not None
-        reader = watch.reader if self._shares else replace(watch.reader, shared_tokens=0)
-        step = self._held or self._next_step(reader)
-        self._held = self._next_step(reader)
-        following = [reading for _, reading in [*step[1:], self._held[0]]]
-        watch.begin_step(following, len(step), step[0][0]["input_ids"].device)
-        for batch, _ in step:
-            yield batch
-
-    def _next_step(self, reader: DocumentReader) -> list[tuple[Batch, Reading]]:
-        step = []
-        for batch, on_host in next(self._following):
-            copied, reading = _each_tensor(torch.Tensor.clone, batch), Reading(reader, on_host)
-            mark(copied, reading)
-            step.append((copied, reading))
-        return step
-
-
 def _moved(place: Place, step: StepTokens) -> Mode:
     return replace(_given(place, step), name="moved", meanwhile=[tasks_move])
 
@@ -382,7 +270,7 @@ def tasks_move() -> Iterator[None]:
 
 
 class Kind(NamedTuple):
-    """A kind of mode: how it is built for the documents of a step, and what it is in the words of `--help`."""
+    """A kind of mode: how it is built for the documents of a step, and what `--help` says."""
 
     build: Callable[..., Mode]  # from `Place`, `StepTokens` and a setting if it has any
     words: str
@@ -390,11 +278,6 @@ class Kind(NamedTuple):
 
 MODES = {
     "local": Kind(_local, "plain packing: whole documents, packed in order; nothing is exchanged"),
-    "sorted": Kind(
-        _sorted,
-        "the packs of local, sorted by work over an optimizer step: ranks have equally heavy ones at the same time; "
-        "with one micro-step there is nothing to sort",
-    ),
     "ideal": Kind(
         _ideal,
         "the same work, spread evenly without any transfer. Of each length every rank has equally many whole "
@@ -425,11 +308,6 @@ MODES = {
         "MagiAttention, its own planner, transfers and kernel, once for each of --magi-settings; it plans anew in "
         "every round, which is timed apart from the step; only if it is named",
     ),
-    "ringmaster": Kind(
-        _ringmaster,
-        "axolotl-ringmaster passes the states of layers, by its own code and flash-linear-attention's context over "
-        "all ranks; attention as in ulysses; only if it is named",
-    ),
     "placed": Kind(_placed, "the product: batches of plugin.dataloader"),
     "given": Kind(
         _given,
@@ -441,12 +319,11 @@ MODES = {
         _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
     ),
 }
-# Run only if they are asked for by name: what pip installs for them, and packages that then are there.
+# Run only if they are asked for by name: what pip installs for them, and a package that then is there.
 _RING, _RINGMASTER = ("--no-deps ring-flash-attn", "ring_flash_attn"), ("--no-deps axolotl-ringmaster", "ringmaster")
 OF_PACKAGE = {
     "zigzag": _RING,
     "llama3": _RING,
-    "ringmaster": ("'axolotl-ringmaster[fla]'", "ringmaster", "fla"),
     "ringmaster-ulysses": _RINGMASTER,
     "ringmaster-ring": _RINGMASTER,
     "magi": ("--no-build-isolation git+https://github.com/SandAI-org/MagiAttention@2c64135", "magi_attention"),
@@ -455,9 +332,8 @@ OF_PACKAGE = {
 
 def why_missing(name: str) -> str | None:
     """Returns why a mode of `OF_PACKAGE` cannot run; None if it can."""
-    pip, *packages = OF_PACKAGE[name]
-    missing = [package for package in packages if find_spec(package) is None]
-    return f"needs {missing[0]} (pip install {pip}), which is not installed" if missing else None
+    pip, package = OF_PACKAGE[name]
+    return None if find_spec(package) else f"needs {package} (pip install {pip}), which is not installed"
 
 
 def _check_may_cut(place: Place, name: str) -> None:
@@ -467,15 +343,12 @@ def _check_may_cut(place: Place, name: str) -> None:
 
 
 def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
-    """Returns the mode of a name for the documents of an optimizer step. A collective call.
+    """Returns the mode of a name for the documents of an optimizer step; exits if they cannot be held in this way. A
+    collective call.
 
     Args:
         name: one of `MODES`, with @ and a setting if it has any.
-        place: this rank, and its model.
         step: `[micro-steps][documents]` of int64 `[tokens]`; all micro-steps have equal lengths.
-
-    Raises:
-        SystemExit: documents cannot be held in this way.
     """
     kind, _, setting = name.partition("@")
     mode = MODES[kind].build(place, step, *setting.split())
@@ -493,11 +366,6 @@ def _in_order(lengths: Sequence[int], num_ranks: int) -> Holding:
     """Returns equal intervals of all tokens for the ranks."""
     layout = fill_in_order(lengths, num_ranks)
     return [layout.held_by(rank) for rank in range(num_ranks)]
-
-
-def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
-    """Returns whole documents, one after the other."""
-    return make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), device)
 
 
 def _batches(place: Place, holding: Holding, step: StepTokens, work: Work | RingWork) -> list[Batch]:

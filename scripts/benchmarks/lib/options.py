@@ -15,7 +15,7 @@ from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionErro
 from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
 from lib.model import PRESETS as MODELS
-from lib.parser import above_zero, add_device, add_out, chosen_modes, count, few, file_to_read, parser_of, whole
+from lib.parser import add_device, add_out, chosen_modes, count, few, file_to_read, parser_of, whole
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -27,12 +27,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds `--config` or `--preset`, and `--layers`, as `lib.model.read_config` takes them."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--config", type=file_to_read, help="config.json of a Transformers model")
-    model.add_argument(
-        "--preset",
-        choices=[*MODELS],
-        default="llama3-8b",
-        help="sizes of the model, without --config; tiny: for CPUs",
-    )
+    sizes = "sizes of the model, without --config; tiny: for CPUs"
+    model.add_argument("--preset", choices=[*MODELS], default="llama3-8b", help=sizes)
     parser.add_argument("--layers", type=few, help="decoder layers, if not as many as the model has")
 
 
@@ -41,20 +37,9 @@ def add_kernel(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", choices=get_args(KernelName), default=DistCAConfig().kernel, help="as in settings")
 
 
-def add_peak(parser: argparse.ArgumentParser) -> None:
-    """Adds `--peak-tflops`, of which utilisation is a part."""
-    parser.add_argument("--peak-tflops", type=above_zero, help="of the device, if its name does not tell")
-
-
 def shared_options(description: str | None, modes: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Returns a parser with the options of a training step; a script adds its own.
-
-    Args:
-        description: docstring of the script.
-        modes: what each of its modes is, for the help.
-    """
+    """Returns a parser with the options of a training step; a script adds its own. Modes are described in its help."""
     parser = parser_of(description, modes)
-    flag = argparse.BooleanOptionalAction
     add_model(parser)
     parser.add_argument(
         "--documents",
@@ -65,26 +50,15 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
     parser.add_argument("--modes", help="comma-separated, see below; by default those that fit the other options")
     parser.add_argument("--rounds", type=count, default=5, help="times that every mode is measured, in turns")
     parser.add_argument("--warmup", type=whole, default=2, help="rounds before these")
+    kept = "full recomputes attention, too; saved keeps its outputs, offloaded keeps everything on the host"
+    parser.add_argument("--checkpointing", choices=[*CHECKPOINTING], default="full", help=kept)
     parser.add_argument(
-        "--checkpointing",
-        choices=[*CHECKPOINTING],
-        default="full",
-        help="full recomputes attention, too; saved keeps its outputs, offloaded keeps everything on the host",
-    )
-    parser.add_argument("--fsdp", action=flag, default=True, help="without it gradients are not exchanged")
-    parser.add_argument(
-        "--reduce-dtype",
-        choices=[*DTYPES],
-        help="in which FSDP sums gradients; by default that of the model, as Accelerate's mixed_precision takes it",
+        "--fsdp", action=argparse.BooleanOptionalAction, default=True, help="without it gradients are not exchanged"
     )
     add_device(parser)
     parser.add_argument("--dtype", choices=[*DTYPES], help="by default bfloat16 on GPUs, float32 on CPUs")
     add_kernel(parser)
-    parser.add_argument(
-        "--compile", type=_compiler, nargs="?", const="inductor", metavar="BACKEND", help="compile decoder layers"
-    )
     parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
-    add_peak(parser)
     add_out(parser)
     parser.set_defaults(accumulation=1, ep_size=1, tp_size=1, dp_replicate_size=1, offload=False)
     return parser
@@ -92,18 +66,13 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
 
 def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
     """Returns the options of a command line, and what follows from them: `sets` of lengths by name, `lengths` of the
-    first, `dtype` and `reduce_dtype` of torch, and `modes` as a list, or None if nothing was said.
-
-    Args:
-        parser: of `shared_options`.
-        known_modes: that may be asked for.
-    """
+    first, `dtype` and `reduce_dtype` of torch, and `modes` as a list, or None if nothing was said."""
     options = parser.parse_args()
     options.sets = read_documents(parser, options.documents)
     check_packages(parser, options)
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
-    options.reduce_dtype = DTYPES[options.reduce_dtype] if options.reduce_dtype else options.dtype
+    options.reduce_dtype = options.dtype  # in which FSDP sums gradients, as Accelerate's mixed_precision takes it
     options.modes = chosen_modes(parser, options.modes, known_modes)
     if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
         parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, as far as there are")
@@ -111,7 +80,7 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
 
 
 def of_each_set(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yields the options of every set of documents: its name in `documents`, its lengths, and a file of its own for
+    """Yields the options of every set of documents: its name in `documents`, its lengths, and another file for
     figures."""
     for number, (name, lengths) in enumerate(options.sets.items()):
         out = options.out and (options.out.with_suffix(f".{number}.json") if number else options.out)
@@ -123,10 +92,8 @@ def read_documents(parser: argparse.ArgumentParser, text: str) -> dict[str, list
     try:
         return {name: parse_documents(name) for name in text.split(";")}
     except ValueError:
-        parser.error(
-            f"--documents {text!r}: write tokens as 131072,96x4096, or one of {', '.join(DOCUMENTS)}, "
-            "with ; between sets"
-        )
+        words = f"write tokens as 131072,96x4096, or one of {', '.join(DOCUMENTS)}, with ; between sets"
+        parser.error(f"--documents {text!r}: {words}")
 
 
 def check_packages(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -137,17 +104,9 @@ def check_packages(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"{words} needs the package liger-kernel, which is not installed here: leave it out")
 
 
-def _compiler(text: str) -> str:
-    """Returns the name of a backend of `torch.compile`, as `type` of an option."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if text not in known:
-        raise argparse.ArgumentTypeError(f"backend {text!r} is none of {', '.join(known)}")
-    return text
-
-
 def _open_group(device_type: str, bind: bool) -> torch.device:
-    """Opens the process group, bound to this rank's device or not; returns the device. A process without a launcher is
-    alone."""
+    """Opens the process group, bound to this rank's device or not; returns the device. Without a launcher there is one
+    process."""
     alone: dict[str, Any] = {}
     if "RANK" not in os.environ:
         alone = {"store": TCPStore("127.0.0.1", 0, is_master=True), "rank": 0, "world_size": 1}
@@ -166,23 +125,11 @@ def _open_group(device_type: str, bind: bool) -> torch.device:
 def on_all_ranks(
     measure: Callable[[argparse.Namespace, torch.device], None], options: argparse.Namespace, *, bind: bool = True
 ) -> None:
-    """Measures on this rank's device, between the beginning and the end of the process group.
-
-    Args:
-        measure: takes options and this rank's device.
-        options: of the program.
-        bind: whether the group is bound to the device. NCCL opens groups of some ranks alone only where it is not.
-
-    Raises:
-        SystemExit: the product refuses what is asked for.
-    """
+    """Measures on this rank's device, between the beginning and the end of the process group. That is bound to the
+    device if `bind`; NCCL opens groups of some ranks only if it is not. Exits if the product refuses the options."""
     try:
         measure(options, _open_group(options.device, bind))
-    except (
-        ConfigError,
-        PackingError,
-        UnsupportedAttentionError,
-    ) as error:  # what options ask for, in the product's words
+    except (ConfigError, PackingError, UnsupportedAttentionError) as error:
         raise SystemExit(str(error)) from error
     dist.barrier()
     dist.destroy_process_group()

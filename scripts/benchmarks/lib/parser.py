@@ -9,6 +9,7 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,8 @@ MOST_FEW, MOST_WORDS = 1024, 10_000_000
 
 def parser_of(description: str | None, modes: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
     """Returns a parser whose help has the lines of a docstring as they are, and says at its end what each mode is."""
-    return argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=described(modes) if modes else None,
-    )
+    end, lines = described(modes) if modes else None, argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=lines, epilog=end)
 
 
 def described(modes: Mapping[str, str]) -> str:
@@ -46,11 +44,8 @@ def described(modes: Mapping[str, str]) -> str:
 def chosen_modes(
     parser: argparse.ArgumentParser, text: str | None, known: Collection[str], kind: str = "mode"
 ) -> list[str] | None:
-    """Returns the modes of a text with commas; None if nothing was said. Ends with a message if one is not known.
-
-    Args:
-        kind: what the names stand for, in the message.
-    """
+    """Returns the modes of a text with commas; None if nothing was said. Ends with a message if one is not known,
+    which calls it a `kind`."""
     names = text.split(",") if text else None
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -63,9 +58,8 @@ def _whole(least: int, most: int = MOST) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and int(text[:DIGITS]) >= least):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number {f'above {least - 1}' if least else 'from 0 on'}"
-            )
+            words = f"above {least - 1}" if least else "from 0 on"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {words}")
         if len(text) > DIGITS or int(text) > most:
             raise argparse.ArgumentTypeError(f"{text} is more than {most}")
         return int(text)
@@ -80,25 +74,19 @@ few, words = _whole(1, MOST_FEW), _whole(1, MOST_WORDS)  # of layers, heads, thr
 
 def above_zero(text: str) -> float:
     """Returns a finite number above 0, as `type` of an option."""
-    return _number(text, 0 < _float(text) < math.inf, "above 0")
+    return _number(text, lambda value: 0 < value < math.inf, "above 0")
 
 
 def not_negative(text: str) -> float:
     """Returns a finite number, 0 among them, as `type` of an option."""
-    return _number(text, 0 <= _float(text) < math.inf, "from 0 on")
+    return _number(text, lambda value: 0 <= value < math.inf, "from 0 on")
 
 
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _number(text: str, is_right: bool, words: str) -> float:
-    if not is_right:
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number {words}")
-    return float(text)
+def _number(text: str, is_right: Callable[[float], bool], words: str) -> float:
+    with suppress(ValueError):
+        if is_right(float(text)):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number {words}")
 
 
 def counts(text: str) -> list[int]:
@@ -117,7 +105,7 @@ def magi_settings(text: str) -> list[str]:
 def file_to_read(text: str) -> Path:
     """Returns the path of a file that is there, as `type` of an option."""
     if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no file")
+        raise argparse.ArgumentTypeError(f"{text} is not a file")
     return Path(text)
 
 
@@ -139,20 +127,21 @@ def folder_to_write(text: str) -> Path:
 
 def lengths_file(text: str) -> Path:
     """Returns the path of a file of lengths that can be read, or the name of a shipped one, as `type` of an option."""
-    try:
-        read_lengths(Path(text))
-    except PackingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    _try(read_lengths, Path(text))
     return Path(text)
 
 
 def profile_name(text: str) -> str:
     """Returns the name of a shipped profile, or of a file with one, as `type` of an option."""
-    try:
-        find_profile(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    _try(find_profile, text)
     return text
+
+
+def _try(read: Callable[[Any], object], name: object) -> None:
+    try:
+        read(name)
+    except (ConfigError, PackingError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -177,9 +166,8 @@ def add_out(parser: argparse.ArgumentParser, when: str = "") -> None:
 
 def add_tokens_per_rank(parser: argparse.ArgumentParser, default: int) -> None:
     """Adds `--tokens-per-rank`, by default so many."""
-    parser.add_argument(
-        "--tokens-per-rank", type=count, default=default, help="most tokens of a micro-batch on each rank"
-    )
+    words = "most tokens of a micro-batch on each rank"
+    parser.add_argument("--tokens-per-rank", type=count, default=default, help=words)
 
 
 def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int]) -> None:
@@ -188,17 +176,12 @@ def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int]) -> None:
 
 
 def parse_plans(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parses where documents are drawn for `--ranks` and `--tokens-per-rank`, whose product is bounded."""
+    """Parses `--ranks` and `--tokens-per-rank`, for which documents are drawn: their product is bounded."""
     options = parser.parse_args()
-    check_tokens(parser, max(options.ranks), options.tokens_per_rank)
-    return options
-
-
-def check_tokens(parser: argparse.ArgumentParser, num_ranks: int, tokens_per_rank: int) -> None:
-    """Ends with a message if all ranks together hold more tokens than documents are drawn for."""
-    tokens = num_ranks * tokens_per_rank
+    num_ranks, tokens = max(options.ranks), max(options.ranks) * options.tokens_per_rank
     if tokens > MOST:
-        parser.error(f"{num_ranks} ranks of {tokens_per_rank} tokens hold {tokens} together, more than {MOST}")
+        parser.error(f"{num_ranks} ranks of {options.tokens_per_rank} tokens hold {tokens} together, more than {MOST}")
+    return options
 
 
 def parse_tables(parser: argparse.ArgumentParser, known: Collection[str]) -> argparse.Namespace:

@@ -1,7 +1,7 @@
-"""Stages of a pipeline that trains: a Llama over all ranks with torch's schedules, and the times of its parts alone.
+"""Stages of a pipeline that trains: a Llama over all ranks with torch's schedules, and the times of its parts.
 
 Built as `examples/pipeline.py` is: weights in fp32, layers in bf16 on GPUs, activation checkpointing with saved
-attention. Data ranks of a stage average gradients by DDP, or shard weights by FSDP2. There is no optimizer.
+attention. Data ranks of a stage average gradients by DDP. There is no optimizer.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 from transformers import AutoModelForCausalLM
@@ -35,24 +34,16 @@ from distca_hf.pipelines.stages import DividedModel, ModelPart, StepInputs, Step
 from lib.model import read_config
 from lib.options import add_model
 from lib.parser import add_device, add_tokens_per_rank, count, counts, lengths_file, micro_steps, whole, words
-from lib.rates import synchronize
+from lib.rates import largest, synchronize
 
 
 HOPS = 10
+SAMPLE_STEPS = 16  # of the epoch that documents are drawn for
 
 
 class Stages:
-    """The parts of this rank's stage, and the schedule that runs them with the other stages.
-
-    Args:
-        checkpoint: folder of the whole model.
-        plugin: settings, with the mesh.
-        pipeline: stages and chunks.
-        mesh: of stages x data ranks.
-        device: of this rank.
-        micro_batches: of a step.
-        shard: data ranks of a stage shard its weights (FSDP2), in place of DDP.
-    """
+    """The parts of this rank's stage from a model's checkpoint, and the schedule that runs them with the other stages
+    of a mesh of stages x data ranks. The plugin has the mesh, too."""
 
     def __init__(
         self,
@@ -62,20 +53,18 @@ class Stages:
         mesh: DeviceMesh,
         device: torch.device,
         micro_batches: int,
-        shard: bool = False,
     ) -> None:
-        self.plugin = plugin
+        self.plugin, self.data_ranks = plugin, mesh["data"].size()
         model = DividedModel(checkpoint, pipeline)
         self.outline = model.outline
         self._mesh, self._device, self._pipeline = mesh, device, pipeline
         kind: Any = ScheduleInterleaved1F1B if pipeline.chunks > 1 else Schedule1F1B
         half = torch.bfloat16 if device.type == "cuda" else None
-        dtypes = {"hidden_dtype": half} if shard else {"autocast_dtype": half}
         numbers = parts_of_stage(kind, pipeline, mesh.get_local_rank("stage"))
-        self._parts = [model.load(number, plugin, **dtypes).train() for number in numbers]
+        self._parts = [model.load(number, plugin, autocast_dtype=half).train() for number in numbers]
         for part in self._parts:
             part.model.gradient_checkpointing_enable({"use_reentrant": False})
-        wrapped = [self._sharded(part) if shard else self._averaged(part) for part in self._parts]
+        wrapped = [self._averaged(part) for part in self._parts]
         check_schedule(kind, pipeline, micro_batches, wrapped)
         stages = [
             PipelineStage(module, part.number, pipeline.num_parts, device, **part.examples(), group=self._stage_group)
@@ -90,24 +79,14 @@ class Stages:
             return part
         return nn.parallel.DistributedDataParallel(part, process_group=self._mesh.get_group("data"))
 
-    def _sharded(self, part: ModelPart) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=part.hidden_dtype, reduce_dtype=torch.float32)
-        for module in (*part.layers, part):
-            fully_shard(module, mesh=self._mesh["data"], mp_policy=policy)
-        return part
-
-    @property
-    def data_ranks(self) -> int:
-        """Returns the number of data ranks of a stage."""
-        return self._mesh["data"].size()
-
     @property
     def _stage_group(self) -> dist.ProcessGroup:
         return self._mesh.get_group("stage")
 
     def step(self, step: StepInputs) -> tuple[float, float]:
         """Runs forward and backward of a step; returns seconds until the slowest rank is done, and the loss."""
-        self._zero_grad()
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
         gc.collect()  # or a rank may do so in the midst of a step
         losses: list[torch.Tensor] = []
         dist.barrier()
@@ -117,15 +96,11 @@ class Stages:
         arguments = {"target": step.target(self._parts), "losses": losses, "return_outputs": False}
         self._schedule.step(*step.arguments(self._parts), **step.keywords, **arguments)
         synchronize(self._device)
-        seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=self._device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        loss = sum((one.detach().double() for one in losses), torch.zeros_like(seconds))  # on the last stage
+        [seconds] = largest([time.perf_counter() - began], self._device)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        loss = sum((one.detach().double() for one in losses), nothing)  # on the last stage
         dist.all_reduce(loss)
-        return float(seconds), float(loss) / self.data_ranks
-
-    def _zero_grad(self) -> None:
-        for part in self._parts:
-            part.zero_grad(set_to_none=True)
+        return seconds, float(loss) / self.data_ranks
 
     def part_seconds(self, step: StepInputs, micro_batches: Sequence[int], rounds: int) -> Seconds:
         """Times the parts without a pipeline, one after the other, on some micro-batches of a step.
@@ -143,10 +118,8 @@ class Stages:
                     timed = self._run(part, step, micro_batch)
                     if round_ >= 0:
                         seconds[:, part.number, place, round_] = torch.tensor(timed, dtype=torch.float64)
-        medians = seconds.quantile(0.5, dim=-1).to(self._device)
-        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-        of_all: Seconds = medians.cpu().numpy()
-        return of_all
+        medians = seconds.quantile(0.5, dim=-1)
+        return np.array(largest(medians.flatten().tolist(), self._device)).reshape(medians.shape)
 
     def _run(self, part: ModelPart, step: StepInputs, micro_batch: int) -> tuple[float, float]:
         """Runs one micro-batch through one part; returns seconds forward and backward."""
@@ -194,25 +167,17 @@ class Stages:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Fitted seconds of every part.
+    """Fitted seconds of every part."""
 
-    Attributes:
-        lines: `[2, parts, 2]` float64: forward and backward of each part, seconds of a micro-batch without any pair,
-            and seconds of a pair.
-        error: largest difference from a time that they were fitted to, as a part of it.
-    """
-
+    # `[2, parts, 2]` float64: forward and backward of each part, seconds of a micro-batch without any pair, and
+    # seconds of a pair
     lines: Seconds
-    error: float
+    error: float  # largest difference from a time that they were fitted to, as a part of it
 
     @classmethod
     def fit(cls, pairs: IntArray, seconds: Seconds) -> Self:
-        """Returns lines fitted by least squares.
-
-        Args:
-            pairs: `[micro_batches]` attended pairs of a layer.
-            seconds: `[2, parts, micro_batches]`, forward and backward.
-        """
+        """Returns lines fitted by least squares to `[micro_batches]` attended pairs of a layer, and `[2, parts,
+        micro_batches]` seconds, forward and backward."""
         unit = float(pairs.max())
         columns = np.stack([np.ones(len(pairs)), pairs / unit], axis=1)
         lines, *_ = np.linalg.lstsq(columns, seconds.reshape(-1, len(pairs)).T, rcond=None)
@@ -226,7 +191,7 @@ class PartTimes:
         return forward, backward
 
     def in_words(self) -> str:
-        """Returns words for all lines, part by part: milliseconds, and nanoseconds of a pair."""
+        """Returns all lines as text, part by part: milliseconds, and nanoseconds of a pair."""
         shown = (
             f"{name} {', '.join(f'{1e3 * fixed:.2f} + {1e9 * of_pair:.5f}' for fixed, of_pair in parts)}"
             for name, parts in zip(("forward", "backward"), self.lines, strict=True)
@@ -234,86 +199,46 @@ class PartTimes:
         return f"parts alone, ms + ns per pair: {'; '.join(shown)} (fitted to within {100 * self.error:.1f} %)"
 
 
-# Steps of the epoch that documents are drawn for.
-SAMPLE_STEPS = 16
-
-
 def add_pipeline(parser: argparse.ArgumentParser, folder: str) -> None:
-    """Adds options of the model, its stages and its documents.
-
-    Args:
-        folder: where the model is meanwhile, by default.
-    """
+    """Adds options of the model, its stages and its documents. The folder is where the model is meanwhile, by
+    default."""
     add_model(parser)
-    parser.add_argument("--vocabulary", type=words, default=8192, help="tokens of the vocabulary")
-    parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
-    parser.add_argument(
-        "--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved"
-    )
-    parser.add_argument(
-        "--lengths", type=lengths_file, default="pretrain", help="a shipped sample of lengths, or a file"
-    )
-    parser.add_argument("--seed", type=whole, default=0, help="of the sample of documents, and of their order")
+    add = parser.add_argument
+    add("--vocabulary", type=words, default=8192, help="tokens of the vocabulary")
+    add("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
+    add("--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved")
+    add("--lengths", type=lengths_file, default="pretrain", help="a shipped sample of lengths, or a file")
+    add("--seed", type=whole, default=0, help="of the sample of documents, and of their order")
     add_tokens_per_rank(parser, 32_768)
-    parser.add_argument("--micro-batches", type=micro_steps, default=8, help="of a step")
+    add("--micro-batches", type=micro_steps, default=8, help="of a step")
     add_device(parser)
-    parser.add_argument("--folder", type=Path, default=Path(folder), help="of the model meanwhile; all ranks see it")
+    add("--folder", type=Path, default=Path(folder), help="of the model meanwhile; all ranks see it")
 
 
 @dataclass(frozen=True)
 class StepSetup:
-    """The ranks, the model and the documents of a pipeline's step.
+    """The ranks, the model and the documents of a pipeline's step."""
 
-    Attributes:
-        mesh: stages x data ranks.
-        config: of the model.
-        pipelines: to run, one for each number of chunks.
-        documents: of the step.
-    """
-
-    mesh: DeviceMesh
-    config: Any
-    pipelines: Sequence[Pipeline]
-    documents: Dataset
+    mesh: DeviceMesh  # stages x data ranks
+    config: Any  # of the model
+    pipelines: Sequence[Pipeline]  # to run, one for each number of chunks
+    documents: Dataset  # of the step
 
     @classmethod
     def open(cls, options: argparse.Namespace, device: torch.device) -> Self:
-        """Checks options and draws documents. A collective call.
-
-        Raises:
-            ConfigError: a schedule cannot run.
-            SystemExit: the folder is there already, or the stages do not divide the ranks.
-        """
+        """Checks options and draws documents. Exits if the folder is there already, or the stages do not divide the
+        ranks. A collective call."""
         check_folder(options.folder, device)
-        mesh = open_mesh(options, device)
-        data_ranks = mesh["data"].size()
+        data_ranks, rest = divmod(dist.get_world_size(), options.stages)
+        if rest:
+            raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
+        mesh = init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
         config = read_config(options, data_ranks * options.tokens_per_rank)
         config.vocab_size = options.vocabulary
-        return cls(mesh, config, check_pipelines(options, config), first_step(options, data_ranks))
-
-
-def open_mesh(options: argparse.Namespace, device: torch.device) -> DeviceMesh:
-    """Returns the ranks of this job as stages x data ranks.
-
-    Raises:
-        SystemExit: the stages do not divide them.
-    """
-    data_ranks, rest = divmod(dist.get_world_size(), options.stages)
-    if rest:
-        raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
-    return init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
-
-
-def check_pipelines(options: argparse.Namespace, config: Any) -> list[Pipeline]:
-    """Returns the pipelines to run, one for each number of chunks.
-
-    Raises:
-        ConfigError: a schedule cannot run them.
-    """
-    pipelines = [Pipeline(options.stages, chunks) for chunks in options.chunks]
-    for pipeline in pipelines:
-        pipeline.check(options.micro_batches, config.num_hidden_layers)
-    return pipelines
+        pipelines = [Pipeline(options.stages, chunks) for chunks in options.chunks]
+        for pipeline in pipelines:
+            pipeline.check(options.micro_batches, config.num_hidden_layers)
+        return cls(mesh, config, pipelines, first_step(options, data_ranks))
 
 
 def check_folder(folder: Path, device: torch.device) -> None:
@@ -326,8 +251,8 @@ def check_folder(folder: Path, device: torch.device) -> None:
 
 
 def first_step(options: argparse.Namespace, data_ranks: int) -> Dataset:
-    """Returns documents with random tokens: those of the first step of an epoch, in the order of packing. The epoch
-    is one of a few steps, because one of all documents would take long to pack in so small micro-batches."""
+    """Returns documents with random tokens and the lengths of the first step of an epoch, in the order of packing. The
+    epoch has a few steps: one of all documents would take long to pack in so small micro-batches."""
     request = PlanRequest(
         *(data_ranks, options.tokens_per_rank, data_ranks, options.micro_batches, preset("llama3-8b")),
         overlong="split",

@@ -7,18 +7,19 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, accumulation_dtype
 from distca_hf.kernels.registry import Operands, choose_kernel
-from lib.baselines.operators import OwnKeys, make_call
+from lib.baselines.operators import whole_call
 from lib.model import AttentionKind, Shape, Widths
 
 
@@ -29,46 +30,29 @@ REPEATS, CALLS = 3, 4
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured rates of an attention kernel on one document without a window, the fastest of all ranks.
+    """Measured rates of an attention kernel on one document without a window, the fastest of all ranks."""
 
-    Attributes:
-        kernel: its class.
-        head_dim: numbers of a head.
-        forward_pairs, backward_pairs: attended pairs per second.
-    """
-
-    kernel: str
+    kernel: str  # its class
     head_dim: int
-    forward_pairs: float
+    forward_pairs: float  # attended pairs per second
     backward_pairs: float
 
     def in_words(self) -> str:
         """Returns the rates as text."""
-        return (
-            f"{self.kernel} with heads of {self.head_dim} {self.forward_pairs / 1e9:.4g} / "
-            f"{self.backward_pairs / 1e9:.4g} billion pairs/s forward / backward"
-        )
+        rates = f"{self.forward_pairs / 1e9:.4g} / {self.backward_pairs / 1e9:.4g}"
+        return f"{self.kernel} with heads of {self.head_dim} {rates} billion pairs/s forward / backward"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured rates, the fastest of all ranks.
+    """Measured rates, the fastest of all ranks."""
 
-    Attributes:
-        matrix_flops: of a large matrix product, per second.
-        kernels: of each kind of attention layers.
-    """
-
-    matrix_flops: float
-    kernels: Sequence[KernelRates]
+    matrix_flops: float  # of a large matrix product, per second
+    kernels: Sequence[KernelRates]  # of each kind of attention layers
 
     def floor_seconds(self, linear_flops: float, pairs: Sequence[float]) -> float:
-        """Returns the least seconds of a rank: linear work, and attention once forward and once backward.
-
-        Args:
-            linear_flops: of the rank.
-            pairs: attended pairs of the rank, in all layers of each kind.
-        """
+        """Returns the least seconds of a rank: its linear flops, and attention once forward and once backward on its
+        attended pairs in all layers of each kind."""
         return linear_flops / self.matrix_flops + sum(
             count / kernel.forward_pairs + count / kernel.backward_pairs
             for count, kernel in zip(pairs, self.kernels, strict=True)
@@ -89,23 +73,17 @@ def kernels_for(shape: Shape, name: KernelName, device: torch.device, dtype: tor
 def measure_rates(
     shape: Shape, kernels: Sequence[Kernel], longest_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> Rates:
-    """Times a matrix product, and kernels on the longest document (64K tokens of it); a collective call.
-
-    Args:
-        shape: heads, and numbers of a head.
-        kernels: of each kind of attention layers.
-        longest_tokens: of a document.
-        device, dtype: where, and of what.
-    """
+    """Times a matrix product, and the kernel of each kind of layers on the longest document (64K tokens of it). A
+    collective call."""
     size = MATRIX_SIZE[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    [matrix_flops] = _fastest([2 * size**3 / _seconds(lambda: left @ right, device)], device)
+    [matrix_flops] = largest([2 * size**3 / _seconds(lambda: left @ right)], device)
     tokens = min(longest_tokens, MOST_KERNEL_TOKENS)
     measured: dict[tuple[type[Kernel], Widths], list[float]] = {}
     for kind, kernel in zip(shape.kinds, kernels, strict=True):
         if (type(kernel), kind.widths) not in measured:
             rates = _pairs_per_second(kind, kernel, tokens, device, dtype)
-            measured[type(kernel), kind.widths] = _fastest(rates, device)
+            measured[type(kernel), kind.widths] = largest(rates, device)
     of_kinds = [
         KernelRates(type(kernel).__name__, kind.head_dim, *measured[type(kernel), kind.widths])
         for kind, kernel in zip(shape.kinds, kernels, strict=True)
@@ -120,19 +98,32 @@ def _pairs_per_second(
     q, k, v, dout = (torch.randn(tokens, *width, device=device).to(dtype) for width in kind.widths)
     out, dq, dk, dv = (torch.empty_like(x) for x in (dout, q, k, v))
     lse = torch.empty(kind.heads, tokens, device=device, dtype=accumulation_dtype(dtype))
-    spans = make_call(0, [tokens], [tokens], OwnKeys(slice(0, tokens)), device).spans
+    spans = whole_call([tokens], device).spans
     spec = AttentionSpec(kind.scale)
-    forward = _seconds(lambda: kernel.forward(Inputs(q, k, v), spans, spec, Room(out, lse)), device)
+    forward = _seconds(lambda: kernel.forward(Inputs(q, k, v), spans, spec, Room(out, lse)))
     saved, gradients = Saved(q, k, v, out, lse), Gradients(dq, dk, dv)
-    backward = _seconds(lambda: kernel.backward(dout, saved, gradients, spans, spec), device)
+    backward = _seconds(lambda: kernel.backward(dout, saved, gradients, spans, spec))
     return [causal_pairs(0, tokens) / seconds for seconds in (forward, backward)]
 
 
-def _fastest(rates: Sequence[float], device: torch.device) -> list[float]:
-    """Returns each rate of the rank where it is the largest."""
-    largest = torch.tensor(rates, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.tolist()
+def _seconds(run: Callable[[], object]) -> float:
+    """Times one call: the fastest of several series of them, after some that are not counted."""
+    timer = Timer("run()", globals={"run": run})
+    return min(timer.timeit(CALLS).mean for _ in range(REPEATS))
+
+
+def largest(numbers: Sequence[float], device: torch.device) -> list[float]:
+    """Returns each number of the rank where it is the largest. A collective call."""
+    of_all = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
+    return of_all.tolist()
+
+
+def of_all_ranks(own: torch.Tensor) -> list[Any]:
+    """Returns the values of every rank's tensor. A collective call."""
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return [each.tolist() for each in ranks]
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -146,34 +137,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Times one call: the fastest of several series of them; the first call is not counted."""
-    run()
-    series = []
-    for _ in range(REPEATS):
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            run()
-        synchronize(device)
-        series.append((time.perf_counter() - began) / CALLS)
-    return min(series)
-
-
-class Mark(Protocol):
-    """A moment: a `torch.cuda.Event`, or its counterpart on CPUs."""
-
-    def record(self) -> None:
-        """Takes this moment."""
-        ...
-
-    def elapsed_time(self, end: Any) -> float:
-        """Returns the milliseconds from here to there."""
-        ...
-
-
 class CpuMark:
-    """A mark of the clock."""
+    """A moment of the clock, as `torch.cuda.Event` is one of a stream."""
 
     def record(self) -> None:
         """Takes this moment."""
@@ -184,19 +149,14 @@ class CpuMark:
         return 1e3 * (end._seconds - self._seconds)
 
 
-Laps = list[tuple[Mark, Mark]]  # begin and end of every call
+Laps = list[tuple[Any, Any]]  # moments at which every call began and ended
 
 
 @dataclass(frozen=True)
 class KernelSeconds:
-    """Seconds of all calls of a step; medians over some steps.
+    """Seconds of all calls of a step on each rank; medians over some steps."""
 
-    Attributes:
-        forward: `[ranks]`, of forward calls, recomputed ones, too.
-        backward: `[ranks]`, of backward calls.
-    """
-
-    forward: list[float]
+    forward: list[float]  # `[ranks]`, with the calls of recomputation
     backward: list[float]
 
     @property
@@ -216,20 +176,14 @@ class KernelSeconds:
 def time_kernels(
     step: Callable[[], object], kernels: Sequence[Kernel], device: torch.device, rounds: int
 ) -> KernelSeconds:
-    """Runs a step so many times, and times every call of the kernels in it; a collective call.
-
-    Returns:
-        seconds of all calls, for every rank: medians of the steps.
-    """
+    """Runs a step so many times, and times every call of the kernels in it. A collective call."""
     rounds_seconds = [_one_step(step, kernels, device) for _ in range(rounds)]
     own = torch.tensor(rounds_seconds, dtype=torch.float64, device=device).quantile(0.5, dim=0)
-    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, own)
-    return KernelSeconds(*torch.stack(ranks, dim=1).tolist())
+    return KernelSeconds(*map(list, zip(*of_all_ranks(own), strict=True)))
 
 
 def _one_step(step: Callable[[], object], kernels: Sequence[Kernel], device: torch.device) -> list[float]:
-    """Seconds of all forward calls, and of all backward calls."""
+    """Returns the seconds of all forward calls, and of all backward calls."""
     laps: dict[str, Laps] = {"forward": [], "backward": []}
     dist.barrier()
     with ExitStack() as stack:
@@ -244,16 +198,11 @@ def _one_step(step: Callable[[], object], kernels: Sequence[Kernel], device: tor
 def _timed(function: Callable[..., Any], laps: Laps, device: torch.device) -> Callable[..., Any]:
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        began = _mark(device)
+        began, end = (torch.cuda.Event(enable_timing=True) if device.type == "cuda" else CpuMark() for _ in range(2))
+        began.record()
         results = function(*args, **kwargs)
-        laps.append((began, _mark(device)))
+        end.record()
+        laps.append((began, end))
         return results
 
     return timed
-
-
-def _mark(device: torch.device) -> Mark:
-    """This moment; on a GPU the one when the current stream comes to it."""
-    mark: Mark = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else CpuMark()
-    mark.record()
-    return mark

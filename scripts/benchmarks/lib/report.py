@@ -10,63 +10,36 @@ import torch
 
 from lib.model import Shape
 from lib.rates import KernelSeconds, Rates, peak_flops
-from lib.tables import markdown, number
+from lib.tables import Columns, Figures, figure, peak_gib
 
 
-COLUMNS = (
-    "mode",
-    "step ms",
-    "÷ ideal",
-    "÷ floor",
-    "tokens/s/GPU",
-    "MFU %",
-    "exchanged GB",
-    "exposed ms",
-    "kernels max/mean",
-    "peak GiB",
-    "error ÷ allowed",
-)
+STEP_MS, EXCHANGED_GB = figure("step_seconds", 1e3, 1), figure("exchanged_bytes", 1e-9, 3)
+TOKENS_PER_SECOND, MFU = figure("tokens_per_second", 1, 0), figure("utilisation", 100, 1)
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a step on each rank, all micro-steps together.
+    """The load of a step on each rank, all micro-steps together."""
 
-    Attributes:
-        tokens: of one rank.
-        model_flops: of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as
-            much backward.
-        executed_linear_flops: the same of linear work alone, and forward once more where it is checkpointed.
-        pairs: attended pairs of one rank on average, in all layers of each kind.
-        peak_flops: per second, of the device; None if it is not known.
-        tensor_ranks: GPUs that hold the same tokens, and divide the flops of these.
-    """
-
-    tokens: int
+    tokens: int  # of one rank
+    # of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as much backward
     model_flops: float
-    executed_linear_flops: float
-    pairs: tuple[float, ...]
-    peak_flops: float | None
-    tensor_ranks: int = 1
+    executed_linear_flops: float  # the same of linear work only, and forward once more if it is checkpointed
+    pairs: tuple[float, ...]  # attended pairs of one rank on average, in all layers of each kind
+    peak_flops: float | None  # per second, of the device; None if it is not known
+    tensor_ranks: int = 1  # GPUs that hold the same tokens, and divide the flops of these
 
 
 @dataclass
 class Measured:
-    """One mode, on this rank, or the slowest or largest rank of each figure.
+    """One mode, on this rank, or the slowest or largest rank of each figure."""
 
-    Attributes:
-        seconds: `[rounds]`, of the step.
-        silent_seconds: `[rounds]` with exchanges replaced by local copies; empty if that was not measured.
-        exchanged_bytes: sent or received per step by attention, whichever is more.
-        peak_bytes: that torch had given out at once; 0 on CPUs.
-        loss: of the last step.
-    """
-
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # `[rounds]`, of the step
+    # `[rounds]` with exchanges replaced by local copies; empty if that was not measured
     silent_seconds: list[float] = field(default_factory=list)
-    exchanged_bytes: int = 0
-    peak_bytes: int = 0
-    loss: float = 0.0
+    exchanged_bytes: int = 0  # sent or received per step by attention, whichever is more
+    peak_bytes: int = 0  # that torch had given out at once; 0 on CPUs
+    loss: float = 0.0  # of the last step
 
     @property
     def step_seconds(self) -> float:
@@ -83,14 +56,7 @@ class Measured:
 
 
 def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: torch.device) -> Load:
-    """Returns the load of a step on a rank.
-
-    Args:
-        options: of the program, with `lengths`.
-        shape: of the model.
-        num_ranks: data ranks that share the documents.
-        device: whose peak counts.
-    """
+    """Returns the load of a step on one of so many data ranks, which share the documents of `lengths`."""
     tokens = options.accumulation * sum(options.lengths) / num_ranks
     pairs = tuple(options.accumulation * pairs / num_ranks for pairs in shape.pairs(options.lengths))
     linear = tokens * shape.linear_flops
@@ -99,7 +65,7 @@ def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: t
         model_flops=3 * (linear + shape.attention_flops(pairs)),
         executed_linear_flops=(3 + (options.checkpointing != "none")) * linear,
         pairs=pairs,
-        peak_flops=1e12 * options.peak_tflops if options.peak_tflops else peak_flops(device),
+        peak_flops=peak_flops(device),
         tensor_ranks=options.tp_size,
     )
 
@@ -116,9 +82,14 @@ def rates_of(mode: Measured, load: Load) -> dict[str, Any]:
 
 
 def figures_of(
-    measured: Mapping[str, Measured], kernels: Mapping[str, KernelSeconds], rates: Rates, load: Load
+    measured: Mapping[str, Measured],
+    kernels: Mapping[str, KernelSeconds],
+    errors: Mapping[str, Mapping[str, float]],
+    rates: Rates,
+    load: Load,
 ) -> dict[str, dict[str, Any]]:
-    """Returns all figures of each mode by name, in seconds, bytes and ratios; None where there is nothing to say."""
+    """Returns all figures of each mode by name, in seconds, bytes and ratios; None if there is nothing to say.
+    `errors` come from `lib.check.check_modes`; there are none if nothing was compared."""
     ideal = measured["ideal"].step_seconds if "ideal" in measured else None
     floor = rates.floor_seconds(load.executed_linear_flops, load.pairs)
     return {
@@ -128,36 +99,26 @@ def figures_of(
             "ratio_to_floor": mode.step_seconds / floor,
             "exposed_seconds": mode.exposed_seconds,
             "kernels": kernels[name].figures if name in kernels else None,
+            "largest_error": max(errors[name].values()) if errors else None,
         }
         for name, mode in measured.items()
     }
 
 
-def table(figures: Mapping[str, Mapping[str, Any]], errors: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns a Markdown table with a row for each mode.
-
-    Args:
-        figures: of every mode, as `figures_of` returns them.
-        errors: of every mode, as `lib.check.check_modes` returns them; none if nothing was compared.
-    """
-    rows = [
-        (
-            name,
-            number(figure["step_seconds"], 1e3, 1),
-            number(figure["ratio_to_ideal"], 1, 3),
-            number(figure["ratio_to_floor"], 1, 3),
-            number(figure["tokens_per_second"], 1, 0),
-            number(figure["utilisation"], 100, 1),
-            number(figure["exchanged_bytes"], 1e-9, 3),
-            number(figure["exposed_seconds"], 1e3, 1),
-            _kernels(figure["kernels"]),
-            number(figure["peak_bytes"] or None, 2**-30, 1),
-            number(max(errors[name].values()) if errors else None, 1, 2),
-        )
-        for name, figure in figures.items()
-    ]
-    return markdown(COLUMNS, rows)
-
-
-def _kernels(kernels: Mapping[str, Mapping[str, float]] | None) -> str:
+def _kernels(of: Figures) -> str:
+    kernels = of["kernels"]
     return " / ".join(f"{kernels[name]['max_over_mean']:.3f}" for name in ("forward", "backward")) if kernels else "-"
+
+
+COLUMNS: Columns = {
+    "step ms": STEP_MS,
+    "÷ ideal": figure("ratio_to_ideal", 1, 3),
+    "÷ floor": figure("ratio_to_floor", 1, 3),
+    "tokens/s/GPU": TOKENS_PER_SECOND,
+    "MFU %": MFU,
+    "exchanged GB": EXCHANGED_GB,
+    "exposed ms": figure("exposed_seconds", 1e3, 1),
+    "kernels max/mean": _kernels,
+    "peak GiB": peak_gib,
+    "error ÷ allowed": figure("largest_error", 1, 2),
+}

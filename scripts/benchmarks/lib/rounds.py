@@ -1,4 +1,4 @@
-"""Rounds of a benchmark step: every mode in turn, again and again, each step timed alone."""
+"""Rounds of a benchmark step: every mode in turn, again and again, each step timed by itself."""
 
 import functools
 import gc
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lib.model import LossModel
 from lib.modes import Mode
-from lib.rates import synchronize
+from lib.rates import largest, synchronize
 from lib.report import Measured
 from lib.wires import Wires
 
@@ -27,16 +27,8 @@ class Runner:
         self._model, self._wires, self._device = model, wires, device
 
     def run(self, modes: Sequence[Mode], warmup: int, rounds: int, exposed: bool) -> dict[str, Measured]:
-        """Times every mode in every round; a collective call.
-
-        Args:
-            modes: in their turns.
-            warmup, rounds: rounds that do not count, and rounds that do.
-            exposed: times modes that exchange anything also on silent wires.
-
-        Returns:
-            the figures of every mode by its name, over all ranks.
-        """
+        """Times every mode in every round after the warmup, and modes that exchange anything also on silent
+        wires if `exposed`. A collective call; returns the figures of every mode by its name, over all ranks."""
         tallies = {mode.name: Measured() for mode in modes}
         for _ in range(warmup + rounds):
             for mode in modes:
@@ -47,11 +39,14 @@ class Runner:
     @contextmanager
     def ready(self, mode: Mode) -> Iterator[Callable[[], torch.Tensor]]:
         """Yields a step of this mode, to be called often. Around it, which is not part of a step, the model is made to
-        attend in this way, and gradients and parts of this mode alone are let go."""
-        self._model.causal_lm.set_attn_implementation(mode.implementation)
+        attend in this way, and gradients and parts that only this mode needs are let go."""
+        self._set_attention(mode.implementation)
         with mode.running():
             yield functools.partial(self.step, mode)
             self._model.zero_grad(set_to_none=True)
+
+    def _set_attention(self, implementation: str) -> None:
+        self._model.causal_lm.set_attn_implementation(implementation)
 
     def step(self, mode: Mode) -> torch.Tensor:
         """Runs forward and backward of all micro-steps; returns the loss of this rank's tokens, a scalar."""
@@ -91,11 +86,8 @@ class Runner:
     def _over_ranks(self, tally: Measured, warmup: int) -> Measured:
         """Returns the slowest rank of each round, the largest one, and the mean loss."""
         seconds, silent = tally.seconds[warmup:], tally.silent_seconds[warmup:]
-        numbers = torch.tensor(
-            [*seconds, *silent, tally.exchanged_bytes, tally.peak_bytes], dtype=torch.float64, device=self._device
-        )
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        *times, exchanged_bytes, peak_bytes = numbers.tolist()
+        numbers = largest([*seconds, *silent, tally.exchanged_bytes, tally.peak_bytes], self._device)
+        *times, exchanged_bytes, peak_bytes = numbers
         loss = torch.tensor(tally.loss / dist.get_world_size(), dtype=torch.float64, device=self._device)
         dist.all_reduce(loss)
         return Measured(

@@ -1,16 +1,16 @@
-"""Modes of a step beside attention servers (`MODES`): the product with them, and without them on the same trainers."""
+"""Modes of a step with attention servers (`MODES`): the product with them, and without them on the same trainers."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distca_hf.comm.transport import Transport
 from distca_hf.parallel_context import Annex
 from distca_hf.servers.served_transport import ServedTransport
 from lib.model import LossModel
 from lib.modes import Mode, Place, StepTokens, build_mode
+from lib.rates import largest
 from lib.rounds import Runner
 from lib.wires import WiredPlugin, Wires
 
@@ -23,11 +23,8 @@ MODES = {
 
 
 class ServedPlugin(WiredPlugin):
-    """The product's plugin over given wires, with the attention servers that were launched.
-
-    Args:
-        owner: the plugin whose connection to them it takes; None: its own.
-    """
+    """The product's plugin over given wires, with the attention servers that were launched, over the owner's
+    connection to them; None: its own."""
 
     def __init__(self, owner: "ServedPlugin | None", wires: Wires, **settings: Any) -> None:
         super().__init__(wires, **settings)
@@ -78,11 +75,8 @@ class Connection:
 
 
 class ServedRunner(Runner):
-    """Runs steps of trainers; with servers as loops do, so that a lost server costs no step.
-
-    Args:
-        plugin: the one that the model is enabled with.
-    """
+    """Runs steps of trainers; with servers as loops do, so that a lost server costs no step. The model is enabled with
+    the plugin."""
 
     def __init__(self, model: LossModel, plugin: WiredPlugin, wires: Wires, device: torch.device) -> None:
         super().__init__(model, wires, device)
@@ -103,6 +97,5 @@ class ServedRunner(Runner):
         with self.ready(mode) as step:
             before = self._wires.traffic.bytes_sent
             step()
-            sent = torch.tensor(self._wires.traffic.bytes_sent - before, device=self._device)
-        dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+            [sent] = largest([self._wires.traffic.bytes_sent - before], self._device)
         return int(sent)

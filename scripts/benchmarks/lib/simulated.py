@@ -1,4 +1,4 @@
-"""Ratios of a measured step beside those that `distca simulate` predicts for it, from a profile of such GPUs.
+"""Ratios of a measured step, and those that `distca simulate` predicts for it from a profile of such GPUs.
 
 Experts that are divided between ranks are not simulated: a layer's time then depends on how many tokens each of them
 gets, and profiles have no all-to-all in the midst of a layer.
@@ -16,24 +16,12 @@ from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.config import DistCAConfig
 from distca_hf.layout import Topology
 from lib.planning.predicted import Setting, model_of, simulate
-from lib.tables import markdown
+from lib.tables import figure, table_of
 
 
-COLUMNS = ("ratio", "measured", "simulated", "simulated ÷ measured")
 # Modes, and their names in the simulation.
-NAMES = {
-    "local": "local",
-    "ideal": "ideal",
-    "ulysses": "ulysses",
-    "context": "context",
-    "placed": "recomputed",
-}
-RATIOS = (
-    ("local", "placed"),
-    ("placed", "ideal"),
-    ("ulysses", "ideal"),
-    ("context", "ideal"),
-)
+NAMES = {"placed": "recomputed"} | {name: name for name in ("local", "ideal", "ulysses", "context")}
+RATIOS = (("local", "placed"), ("placed", "ideal"), ("ulysses", "ideal"), ("context", "ideal"))
 Ratios = dict[str, tuple[float, float]]
 
 
@@ -53,16 +41,11 @@ def refused(options: argparse.Namespace) -> str | None:
 
 
 def ratios_of(options: argparse.Namespace, config: Any, seconds: Mapping[str, float], data_ranks: int) -> Ratios:
-    """Returns each ratio of two modes, measured and simulated.
+    """Returns each ratio of two modes, measured and simulated from the profile of `--cluster`.
 
     Args:
-        options: of the program, with `cluster`.
-        config: of the model.
         seconds: measured steps of the modes, by name.
         data_ranks: that share the documents.
-
-    Raises:
-        ConfigError: there is no such profile, or it lacks links.
     """
     notes, text = Notes(), config.get_text_config()
     setting = Setting(
@@ -90,8 +73,13 @@ def ratios_of(options: argparse.Namespace, config: Any, seconds: Mapping[str, fl
 
 def table(ratios: Ratios) -> str:
     """Returns a Markdown table with a row for each ratio."""
-    rows = [
-        (name, f"{measured:.3f}", f"{simulated:.3f}", f"{simulated / measured - 1:+.1%}")
-        for name, (measured, simulated) in ratios.items()
-    ]
-    return markdown(COLUMNS, rows)
+    figures = {name: dict(zip(("measured", "simulated"), both, strict=True)) for name, both in ratios.items()}
+    return table_of(
+        {
+            "measured": figure("measured", 1, 3),
+            "simulated": figure("simulated", 1, 3),
+            "simulated ÷ measured": lambda of: f"{of['simulated'] / of['measured'] - 1:+.1%}",
+        },
+        figures,
+        "ratio",
+    )

@@ -1,4 +1,4 @@
-"""Modes of a step of a whole model (`MODES`): the same documents and their labels, packed alone or placed."""
+"""Modes of a step of a whole model (`MODES`): the same documents and their labels, as plain packs or placed."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -17,21 +17,15 @@ from distca_hf.cost import imbalance
 from lib.documents import attended_pairs, whole_documents
 from lib.liger import use_liger_loss
 from lib.model import PROBE_TOKENS, LossModel, without_attention
-from lib.modes import Batch, Mode, Place, build_mode
+from lib.modes import Mode, Place, build_mode
 from lib.rounds import Runner, equal_losses
+from lib.trainer_batches import Batch
 from lib.wires import Wires
 
 
 def use_head(model: LossModel, name: str) -> None:
-    """Replaces the head of the model inside; call it before it is enabled or sharded.
-
-    Args:
-        model: is changed in place.
-        name: one of `HEADS`.
-
-    Raises:
-        SystemExit: it is not installed, or has another loss than the model's own head.
-    """
+    """Replaces the head of the model inside by one of `HEADS`; call it before it is enabled or sharded. Exits if that
+    is not installed, or has another loss than the model's own head."""
     own = _loss_of_few_tokens(model)
     HEADS[name](model.causal_lm)
     replaced = _loss_of_few_tokens(model)
@@ -49,10 +43,6 @@ def _loss_of_few_tokens(model: LossModel) -> float:
     labels = {"labels": tokens, "shift_labels": shift_labels, "num_items_in_batch": PROBE_TOKENS / 3}
     with without_attention(model.causal_lm), torch.no_grad():
         return model.forward(input_ids=tokens, position_ids=positions, **labels).item()
-
-
-def _keep(causal_lm: PreTrainedModel) -> None:
-    pass
 
 
 def _use_chunks(causal_lm: PreTrainedModel) -> None:
@@ -80,30 +70,24 @@ def _forward_in_chunks(
 
 
 HEADS: dict[str, Callable[[PreTrainedModel], None]] = {
-    "none": _keep,
+    "none": lambda _: None,
     "chunked": _use_chunks,
     "liger": use_liger_loss,
 }
 
-
 MODES = {
     "local": "plain packing: whole documents, packed in order, and the kernel itself; nothing is exchanged",
-    "placed": "the product as users have it: plugin.dataloader makes a batch for every step, in a thread beside the "
+    "placed": "the product as users have it: plugin.dataloader makes a batch for every step, in a thread during the "
     "step before",
 }
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A mode, and its plan.
+    """A mode, and its plan."""
 
-    Attributes:
-        mode: how to run its steps.
-        imbalance: attended pairs of the busiest rank over the mean.
-    """
-
-    mode: Mode
-    imbalance: float
+    mode: Mode  # how to run its steps
+    imbalance: float  # attended pairs of the busiest rank over the mean
 
 
 class OfLoader:
@@ -127,17 +111,8 @@ def fitting_modes(lengths: Sequence[int], num_ranks: int) -> list[str]:
 
 
 def build_planned(name: str, place: Place, documents: Sequence[IntArray], steps: int) -> Planned:
-    """Returns the mode of a name. A collective call.
-
-    Args:
-        name: one of `MODES`.
-        place: this rank, and its model.
-        documents: int64 `[tokens]` of each, the same on all ranks.
-        steps: that it is good for.
-
-    Raises:
-        SystemExit: the loader's batches do not hold these documents.
-    """
+    """Returns the mode of a name, good for so many steps on documents of int64 `[tokens]`, the same on all ranks.
+    Exits if the loader's batches do not hold these. A collective call."""
     return _local(place, documents) if name == "local" else _placed(place, documents, steps)
 
 
@@ -179,20 +154,12 @@ def _label_count(labels: int, num_ranks: int) -> dict[str, float]:
     return {"num_items_in_batch": labels / num_ranks}
 
 
-# Names of TrainingArguments, and AdamW's `fused`; None is its default.
-OPTIMIZERS = {"adamw_torch_fused": True, "adamw_torch": None}
-
-
 class TrainingRunner(Runner):
-    """Runs forward, backward, and the optimizer.
+    """Runs forward, backward, and AdamW at a learning rate of 0."""
 
-    Args:
-        optimizer: one of `OPTIMIZERS`.
-    """
-
-    def __init__(self, model: LossModel, wires: Wires, device: torch.device, optimizer: str) -> None:
+    def __init__(self, model: LossModel, wires: Wires, device: torch.device) -> None:
         super().__init__(model, wires, device)
-        self._optimizer = AdamW(model.parameters(), lr=0.0, fused=OPTIMIZERS[optimizer])
+        self._optimizer = AdamW(model.parameters(), lr=0.0, fused=True)
 
     def step(self, mode: Mode) -> torch.Tensor:
         """Runs a step, and the optimizer's; returns the loss of this rank's tokens, a scalar."""
@@ -202,6 +169,5 @@ class TrainingRunner(Runner):
 
 
 def add_head(parser: argparse.ArgumentParser, default: str) -> None:
-    """Adds `--head`, by default this one, and `--optimizer`."""
+    """Adds `--head`, by default this one."""
     parser.add_argument("--head", choices=[*HEADS], default=default, help="none is Transformers' own")
-    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")

@@ -3,7 +3,7 @@
 Every mode exchanges through one transport, so that all of them use the same process groups and bytes are counted
 alike. A silent transport sends nothing: it answers with a local copy of random numbers of the size that would have
 arrived. A step's time minus that of the same step on silent wires is what its exchanges add: waiting, copies that
-only they make, and how much they slow kernels down that run beside them.
+only they make, and how much they slow down kernels that run meanwhile.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,8 @@ from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 
 
 class Wires:
-    """A transport around the product's, with the collectives of other modes beside it.
-
-    Attributes:
-        rank, world_size, grid, traffic: of the product's transport.
-        group: of the collectives of other modes.
-        sent_bytes, received_bytes: of this rank, to and from others, since `reset`.
-    """
+    """A transport around the product's, and the collectives of other modes, which have their `group`. `sent_bytes` and
+    `received_bytes` are of this rank, to and from others, since `reset`."""
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self.rank, self.world_size, self.traffic = inner.rank, inner.world_size, inner.traffic

@@ -1,4 +1,4 @@
-"""Pages in Markdown that several scripts write, each its own section."""
+"""Pages in Markdown of which several scripts write a section each, and their options."""
 
 import argparse
 import re
@@ -10,6 +10,18 @@ def file_to_write(text: str) -> Path:
     if Path(text).is_dir() or not Path(text).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} cannot be written: it is a folder, or its folder is missing")
     return Path(text)
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser whose help has the lines of a docstring as they are."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_classes(parser: argparse.ArgumentParser) -> None:
+    """Adds `--only` and `--out` of scripts that go through classes of models."""
+    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
+    page = "the page whose section is replaced, by default scripts/models/classes.md"
+    parser.add_argument("--out", type=file_to_write, help=page)
 
 
 def write_section(page: Path, section: str) -> None:

@@ -83,11 +83,8 @@ def tokenizer(checkpoint: str, **_: Any) -> PreTrainedTokenizerFast:
 
 
 def processor(checkpoint: str, **_: Any) -> LlavaProcessor | LlavaNextProcessor:
-    """Makes a processor of small images; those of other kinds need torchvision or files of their own.
-
-    Raises:
-        KeyError: the checkpoint is of another kind.
-    """
+    """Makes a processor of small images; raises KeyError for another kind of checkpoint, which would need torchvision
+    or further files."""
     kind, images = {
         "llava-hf/llava-1.5-7b-hf": (LlavaProcessor, CLIPImageProcessorPil(**IMAGES)),
         "llava-hf/llava-v1.6-mistral-7b-hf": (

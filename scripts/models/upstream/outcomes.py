@@ -126,11 +126,8 @@ def meaning(test: str, distca: Outcome, sdpa: Outcome) -> str:
 
 
 def no_longer_passing(earlier: Run, now: Run) -> dict[str, Outcome | None]:
-    """Finds tests of the families of both runs that passed with distca earlier and do not now.
-
-    Returns:
-        Their outcomes now by family, suite and test; None of one that did not run.
-    """
+    """Finds tests of the families of both runs that passed with distca earlier and do not now; returns their outcomes
+    now by family, suite and test, None of one that did not run."""
     return {
         f"{family}, {suite}: {test}": outcome
         for family in earlier.families.keys() & now.families.keys()

@@ -29,14 +29,8 @@ from upstream.outcomes import DISTCA, FAILED, IMPLEMENTATIONS, PASSED, SKIPPED, 
 
 
 def provide_missing_names(files: Iterable[Path], package: str, sources: list[Path]) -> list[str]:
-    """Adds to the installed package's modules what these files import from them and they lack.
-
-    Args:
-        sources: folders of the package in source trees; the first one that has a name gives it.
-
-    Returns:
-        The names added, with their modules.
-    """
+    """Adds to the installed package's modules what these files import from them and they lack; returns the names
+    added, with their modules. A name comes from the first folder of the package in source trees that has it."""
     added = []
     for module, name in sorted({found for file in files for found in imported(file, package)}):
         try:
@@ -81,7 +75,7 @@ def from_sources(module: str, name: str, package: str, sources: list[Path]) -> A
     return gone
 
 
-# Implementations that become another one when a model asks for them; None is no word about it.
+# Implementations that become another one when a model asks for them; None: nothing was said.
 REPLACED = {"models": (None,), "attention": (None, "sdpa", "flash_attention_2"), "trainers": (None,)}
 LIFTED_REQUIREMENTS = ("require_flash_attn", "require_torch_accelerator", "slow")
 WORST_FIRST = (FAILED, PASSED, SKIPPED)
@@ -110,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
         when_imported("transformers.trainer", attach_to_all)
     if suite == "attention":
         when_imported("transformers.testing_utils", lift_requirements)
-    # In the folder of the tests. Those of the command line are named there; all share what lies above them.
+    # In the folder of the tests. The command line names some of them; all share what lies above them.
     named = {Path(test.partition("::")[0]) for test in config.args}
     files = [*named, *Path("tests").glob("*.py"), *Path("tests/generation").glob("test_utils.py")]
     for package in Path("src").iterdir():
@@ -118,11 +112,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def replace_attention(models: Any, replaced: tuple[str | None, ...], attention: str) -> None:
-    """Makes models with FlashAttention's interface choose `attention` where they are asked for a replaced one.
-
-    Args:
-        models: `transformers.PreTrainedModel`; the method changed is not public, but all choices pass through it.
-    """
+    """Makes models with FlashAttention's interface choose `attention` if they are asked for a replaced one. The method
+    of `transformers.PreTrainedModel` that is changed is not public, but all choices pass through it."""
     choose: Callable[..., str] = models._check_and_adjust_attn_implementation
 
     @functools.wraps(choose)
@@ -217,7 +208,7 @@ def failure(error: BaseException) -> Outcome:
 
 
 def worst(reported: list[Outcome]) -> Outcome:
-    """Chooses a failure if there is one, of set-up, a subtest or tear-down; rather one that is no refusal."""
+    """Chooses a failure if there is one, of set-up, a subtest or tear-down; rather one that is not a refusal."""
     return min(reported, key=lambda outcome: (WORST_FIRST.index(outcome.result), outcome.refused))
 
 

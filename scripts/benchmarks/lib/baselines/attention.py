@@ -40,12 +40,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attends as Transformers asks: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous.
-
-    Sinks are left out, which is an elementwise pass: steps are a little faster, and losses are others.
-
-    Raises:
-        SystemExit: the layer asks for a softcap.
-    """
+    Exits if the layer asks for a softcap. Sinks are left out: steps are a little faster, and losses are others."""
     if kwargs.get("softcap"):
         raise SystemExit(f"softcap={kwargs['softcap']} is not computed by modes but placed and fixed")
     q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
@@ -85,11 +80,7 @@ def attend_gathered(
 def attend_by_package(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: RingWork
 ) -> torch.Tensor:
-    """Returns attention `[T, N, V]` as a package computes it.
-
-    Raises:
-        SystemExit: the layer has a window.
-    """
+    """Returns attention `[T, N, V]` as a package computes it, which knows no windows."""
     if window:
         raise SystemExit(f"layers have a window of {window} tokens: leave modes of other packages out")
     return work.attend(q, k, v, scale)

@@ -1,7 +1,7 @@
-"""Operators of a benchmark step: the product's kernels and plain collectives, where the product is not measured.
+"""Operators of a benchmark step for modes other than the product's: its kernels and plain collectives.
 
-They are built like the product's operator: with an explicit backward, so that activation checkpointing can save their
-outputs, and `torch.compile` goes through.
+They are built like the product's operator, with an explicit backward, so that activation checkpointing can save their
+outputs.
 
 Shape legend in `distca_hf.kernels.interface`.
 """
@@ -28,7 +28,6 @@ from distca_hf.kernels.interface import (
     Saved,
     Spans,
     accumulation_dtype,
-    empty_gradients,
     empty_outputs,
 )
 from distca_hf.kernels.registry import Operands, choose_kernel
@@ -36,42 +35,32 @@ from lib.wires import Wires
 
 
 class Keys(Protocol):
-    """Which keys a kernel call reads, and where their gradients go; the same for values.
-
-    Attributes:
-        adds: gradients of several calls are summed, so that totals begin with zero and are kept in max(fp32, dtype).
-    """
+    """Which keys a kernel call reads, and which rows get their gradients; the same for values."""
 
     @property
-    def adds(self) -> bool: ...
+    def adds(self) -> bool:
+        """Whether gradients of several calls are summed: totals begin with zero and are kept in max(fp32, dtype)."""
+        ...
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys `[S, G, H]` and values `[S, G, V]` of the call, from the rows of this rank (or of all)."""
         ...
 
     def gradient(self, taken: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor in which the kernel writes the gradient of the keys that were taken.
-
-        Args:
-            taken: keys or values of the call.
-            total: gradient of the rows that they were taken from.
-        """
+        """Returns the tensor in which the kernel writes the gradient of keys or values that were taken. `total` is the
+        gradient of the rows that they were taken from."""
         ...
 
     def settle(self, gradient: torch.Tensor, total: torch.Tensor) -> None:
-        """Puts that gradient where it belongs in the total."""
+        """Puts that gradient into the total."""
         ...
 
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """Consecutive rows, read and written where they lie.
+    """Consecutive rows, read and written in place."""
 
-    Attributes:
-        rows: of this rank.
-    """
-
-    rows: slice
+    rows: slice  # of this rank
     adds: bool = False
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,13 +75,9 @@ class OwnKeys:
 
 @dataclass(frozen=True, eq=False)
 class ChosenKeys:
-    """Any rows, none twice; other calls may read them, too.
+    """Any rows, none twice; other calls may read them, too."""
 
-    Attributes:
-        rows: int64 `[S]`.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # int64 `[S]`
     adds: bool = True
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,14 +91,10 @@ class ChosenKeys:
 
 
 class MadeUpKeys:
-    """Random numbers, among which this rank's own rows have their places.
+    """Random numbers, among which this rank's own `rows` have `places`.
 
-    Only these are copied, and only their gradients are kept: no token has that of a made-up key.
-
-    Args:
-        num_rows: keys that are made up.
-        widths: `(G, H)` and `(G, V)` of keys and of values, for each kind of layers.
-        places, rows: where own rows are put, and which these are.
+    Only these are copied, and only their gradients are kept: a made-up key is the key of no token. Widths are `(G, H)`
+    of keys and `(G, V)` of values, for each kind of layers.
     """
 
     adds = False
@@ -153,30 +134,17 @@ class MadeUpKeys:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A varlen kernel call: consecutive query rows, and the keys they attend.
+    """A varlen kernel call: consecutive query rows, and the keys they attend."""
 
-    Attributes:
-        queries: rows of this rank.
-        keys: which it reads.
-        spans: offsets of its tasks.
-    """
-
-    queries: slice
-    keys: Keys
-    spans: Spans
+    queries: slice  # rows of this rank
+    keys: Keys  # which it reads
+    spans: Spans  # offsets of its tasks
 
 
 def make_call(
     first_query: int, query_tokens: Sequence[int], key_tokens: Sequence[int], keys: Keys, device: torch.device
 ) -> Call:
-    """Returns a call of tasks.
-
-    Args:
-        first_query: row of the first one.
-        query_tokens, key_tokens: `[tasks]` of each.
-        keys: of all tasks, one after the other.
-        device: of offsets.
-    """
+    """Returns a call of tasks with `[tasks]` query and key tokens; the keys are of all tasks, one after the other."""
     offsets_q, offsets_k = (
         torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device)
         for tokens in (query_tokens, key_tokens)
@@ -185,22 +153,21 @@ def make_call(
     return Call(slice(first_query, first_query + sum(query_tokens)), keys, spans)
 
 
+def whole_call(lengths: Sequence[int], device: torch.device) -> Call:
+    """Returns the call of whole documents of so many tokens, one after the other."""
+    return make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), device)
+
+
 class Work:
     """Kernel calls of a micro-batch on this rank, and the wires to the others.
 
-    Operators carry its number, as the product's carry that of a plan: compiled graphs and checkpointing pass it on.
-
-    Attributes:
-        calls: one after the other.
-        wires: to other ranks, of which there are `ranks` with this one.
-        kernel: its name, as in settings.
-        rows: queries of the calls, the first ones of this rank. Outputs and gradients of rows after them are zero.
-        handle: its number.
+    Operators carry its number, its `handle`, as the product's carry that of a plan: checkpointing passes it on.
     """
 
     def __init__(self, calls: Sequence[Call], wires: Wires, kernel: KernelName) -> None:
         self.calls, self.wires, self.kernel = tuple(calls), wires, kernel
         self.ranks = wires.world_size
+        # Queries of the calls, the first ones of this rank. Outputs and gradients of rows after them are zero.
         self.rows = max((call.queries.stop for call in self.calls), default=0)
         self.handle = next(_handles)
         _works[self.handle] = self
@@ -232,11 +199,6 @@ def flash_attn(
     return out, lse
 
 
-@flash_attn.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Outputs:
-    return empty_outputs(q, v)
-
-
 @torch.library.custom_op("bench_step::flash_attn_backward", mutates_args=())
 def flash_attn_backward(
     dout_TNV: torch.Tensor, saved: Sequence[torch.Tensor], scale: float, window_tokens: int, work: int
@@ -262,13 +224,6 @@ def flash_attn_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-@flash_attn_backward.register_fake
-def _(
-    dout: torch.Tensor, saved: Sequence[torch.Tensor], *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return empty_gradients(dout, *saved)
-
-
 @torch.library.custom_op("bench_step::tokens_to_heads", mutates_args=())
 def tokens_to_heads(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
     """Exchanges `[T, N, D]`, all heads of local tokens, for `[ranks * T, N / ranks, D]`, some heads of all tokens."""
@@ -277,11 +232,6 @@ def tokens_to_heads(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
     packed.copy_(x_TND.view(rows, ranks, heads // ranks, dim).transpose(0, 1))
     counts = [rows] * ranks
     return _works[work].wires.exchange(AllToAll(packed.flatten(0, 1), counts, counts, "tokens to heads")).wait()
-
-
-@tokens_to_heads.register_fake
-def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    return x_TND.new_empty((ranks * x_TND.shape[0], x_TND.shape[1] // ranks, x_TND.shape[2]))
 
 
 @torch.library.custom_op("bench_step::heads_to_tokens", mutates_args=())
@@ -295,31 +245,16 @@ def heads_to_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
     return unpacked.flatten(1, 2)
 
 
-@heads_to_tokens.register_fake
-def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    return x_TND.new_empty((x_TND.shape[0] // ranks, x_TND.shape[1] * ranks, x_TND.shape[2]))
-
-
 @torch.library.custom_op("bench_step::gather_tokens", mutates_args=())
 def gather_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
     """Returns `[ranks * T, N, D]`: the rows of all ranks, by rank."""
     return _works[work].wires.all_gather(x_TND)
 
 
-@gather_tokens.register_fake
-def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    return x_TND.new_empty((ranks * x_TND.shape[0], *x_TND.shape[1:]))
-
-
 @torch.library.custom_op("bench_step::sum_tokens", mutates_args=())
 def sum_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
     """Returns this rank's `[T, N, D]` of `[ranks * T, N, D]`, summed over ranks."""
     return _works[work].wires.reduce_scatter(x_TND)
-
-
-@sum_tokens.register_fake
-def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    return x_TND.new_empty((x_TND.shape[0] // ranks, *x_TND.shape[1:]))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -347,5 +282,5 @@ for there, back in (
         setup_context=_remember_place,
     )
 
-# Selective checkpointing saves outputs of attention, in both shapes where there are two.
+# Selective checkpointing saves outputs of attention, in both shapes if there are two.
 SAVED_OPERATORS = (torch.ops.bench_step.flash_attn.default, torch.ops.bench_step.heads_to_tokens.default)

@@ -4,7 +4,7 @@
     ring      k v ── all-gather ── kernel of all modes ── out
     magi      its planner deals chunks of tokens out; its transfers, in stages ── its own kernel ── out
 
-Both send over the group of the modes, by calls of their own: their bytes are not counted, and they are never silent.
+Both send over the group of the modes, by their own calls: their bytes are not counted, and they are never silent.
 """
 
 import time
@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
@@ -25,29 +23,11 @@ from lib.model import Shape
 from lib.wires import Wires
 
 
-def ringmaster_runtime(lengths: Sequence[int], device: torch.device, **groups: dist.ProcessGroup | None) -> Any:
-    """Returns the state in which axolotl-ringmaster attends, its `CPRuntime`.
-
-    Args:
-        lengths: tokens of all documents, one after the other over the ranks, which have equally many.
-        groups: of all ranks, by the names of its fields.
-    """
-    from ringmaster.config import RingmasterConfig
-    from ringmaster.runtime import CPRuntime
-
-    offsets = torch.tensor([0, *accumulate(lengths)], device=device)  # int64, which the package keeps as it is
-    return CPRuntime(RingmasterConfig(size=dist.get_world_size()), varlen=(offsets, max(lengths)), **groups)
-
-
 class RingmasterWork:
-    """Dense attention of axolotl-ringmaster (tried: 0.2.7) as its defaults have it; ranks have consecutive tokens.
+    """Dense attention of axolotl-ringmaster (tried: 0.2.7), "ulysses" or "ring", as its defaults have it; ranks have
+    consecutive tokens of the documents.
 
     Its call of FlashAttention 2 gets the kernel of all modes. On CPUs its ring calls torch's attention instead.
-
-    Args:
-        way: "ulysses" or "ring".
-        layer: an attention layer of the model.
-        lengths: documents of all ranks together, in tokens.
     """
 
     def __init__(
@@ -59,7 +39,8 @@ class RingmasterWork:
         lengths: Sequence[int],
         device: torch.device,
     ) -> None:
-        from ringmaster.config import RotateMethod
+        from ringmaster.config import RingmasterConfig, RotateMethod
+        from ringmaster.runtime import CPRuntime
         from ringmaster.strategies import ring, ulysses
 
         flash = "flash_attention_2"
@@ -69,7 +50,9 @@ class RingmasterWork:
         else:
             self._attend = ring.make_ring_attention("hf_kernels", flash, RotateMethod.ALLGATHER)
         self._layer = layer
-        self._runtime = ringmaster_runtime(lengths, device, cp_group=wires.group, **{f"{way}_group": wires.group})
+        offsets = torch.tensor([0, *accumulate(lengths)], device=device)  # int64, which the package keeps as it is
+        settings, groups = RingmasterConfig(size=wires.world_size), {f"{way}_group": wires.group}
+        self._runtime = CPRuntime(settings, varlen=(offsets, max(lengths)), cp_group=wires.group, **groups)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         from ringmaster.runtime import set_runtime
@@ -83,14 +66,8 @@ class RingmasterWork:
 class MagiWork:
     """MagiAttention (written for commit 2c64135), whose planner also decides which tokens a rank has.
 
-    Attributes:
-        chunk_tokens: as many as asked for, or fewer (`chunk_tokens`).
-        planning_seconds: of the host, of each time that the batch was planned.
-
-    Args:
-        setting: tokens of a chunk, 0 for as many as the package chooses, and stages of transfers, as "512:1".
-        shape: of the model.
-        lengths: documents of all ranks together, in tokens.
+    A setting is tokens of a chunk, 0 for as many as the package chooses, and stages of transfers, as "512:1".
+    `planning_seconds` are of the host, for each time that the batch was planned.
     """
 
     def __init__(self, setting: str, shape: Shape, wires: Wires, lengths: Sequence[int], device: torch.device) -> None:
@@ -99,18 +76,12 @@ class MagiWork:
         wanted, stages = map(int, setting.split(":"))
         least_chunks = env.general.min_chunks_per_rank()
         self.chunk_tokens = chunk_tokens(sum(lengths), wires.world_size, wanted, least_chunks)
-        config = api.DistAttnConfig(
-            api.DispatchConfig(chunk_size=self.chunk_tokens),
-            api.OverlapConfig(degree=stages),
-        )
+        config = api.DistAttnConfig(api.DispatchConfig(chunk_size=self.chunk_tokens), api.OverlapConfig(degree=stages))
         offsets = offsets_of(lengths, torch.device("cpu"))
         kind = shape.only_kind
         sizes = (kind.heads, kind.kv_heads, kind.head_dim)
         self._plan = partial(
-            api.magi_attn_varlen_key,
-            *(offsets, offsets, *sizes, 0, wires.group),
-            causal=True,
-            dist_attn_config=config,
+            api.magi_attn_varlen_key, *(offsets, offsets, *sizes, 0, wires.group), causal=True, dist_attn_config=config
         )
         self._api, self._group, self._device = api, wires.group, device
         self._key = self._plan()
@@ -136,13 +107,7 @@ class MagiWork:
 
 
 def chunk_tokens(tokens: int, ranks: int, wanted: int, least_chunks: int) -> int:
-    """Returns the tokens of MagiAttention's chunks with which ranks have equally many, and nothing is padded.
-
-    Args:
-        tokens: of all ranks together, which they divide.
-        ranks: ranks.
-        wanted: at most so many; 0 for as many as the package lets a chunk have.
-        least_chunks: in which the package itself cuts the tokens of a rank.
-    """
+    """Returns the tokens of MagiAttention's chunks with which ranks have equally many, and nothing is padded: at most
+    `wanted`, or if that is 0 as many as the package lets a chunk have, which has `least_chunks` for a rank."""
     most = -(-tokens // (least_chunks * ranks))
     return next(chunk for chunk in range(min(wanted or most, most), 0, -1) if tokens // ranks % chunk == 0)

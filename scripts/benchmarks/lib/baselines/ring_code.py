@@ -42,11 +42,7 @@ class RingWork(Protocol):
 
 
 class ZigzagWork:
-    """`zigzag_ring_flash_attn_varlen_func`: of every document a rank has two chunks, one after the other.
-
-    Args:
-        lengths: documents of all ranks together, in tokens.
-    """
+    """`zigzag_ring_flash_attn_varlen_func`: of every document a rank has two chunks, one after the other."""
 
     def __init__(self, wires: Wires, kernel: KernelName, lengths: Sequence[int], device: torch.device) -> None:
         self._function = _load(f"{PACKAGE}.zigzag_ring_flash_attn_varlen", wires, kernel)
@@ -63,11 +59,7 @@ class ZigzagWork:
 
 class Llama3Work:
     """`llama3_flash_attn_varlen_func`: ranks have consecutive tokens. Half of the KV heads are gathered at a time, as
-    in the package's own benchmark of 8 of them.
-
-    Args:
-        lengths: documents of all ranks together, in tokens.
-    """
+    in the package's own benchmark of 8 of them."""
 
     def __init__(self, wires: Wires, kernel: KernelName, lengths: Sequence[int], device: torch.device) -> None:
         self._function = _load(f"{PACKAGE}.llama3_flash_attn_varlen", wires, kernel)
@@ -85,14 +77,14 @@ class Llama3Work:
 
 
 def offsets_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns int32 `[documents + 1]`: where documents begin, one after the other, and where the last one ends."""
+    """Returns int32 `[documents + 1]`: first rows of documents, one after the other, and the end of the last one."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _load(name: str, wires: Wires, kernel: KernelName) -> Any:
     """Returns a new module of the package that calls this kernel, and sends through these wires."""
     found = importlib.util.find_spec(PACKAGE)
-    assert found is not None, "modes are refused where the package is missing"
+    assert found is not None, "modes are refused if the package is missing"
     package = ModuleType(PACKAGE)
     package.__path__ = list(found.submodule_search_locations or ())
     with _only_meanwhile({PACKAGE: package, INTERFACE: interface_of(kernel)}):

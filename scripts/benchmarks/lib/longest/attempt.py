@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-import distca_hf
 from distca_hf.config import KernelName
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
 from distca_hf.kernels.registry import Operands, choose_kernel
@@ -23,21 +23,16 @@ from distca_hf.runtime import alike_layers
 from lib.documents import random_tokens
 from lib.header import facts_of
 from lib.longest.launch import OUT_OF_MEMORY, RESULT, is_out_of_memory
-from lib.model import LossModel, build_model, prepare, probe, read_config
+from lib.model import LossModel, build_model, probe, read_config
 from lib.modes import Place
 from lib.report import load_of, rates_of
 from lib.whole_model import TrainingRunner, build_planned, use_head
-from lib.wires import WiredPlugin, Wires
+from lib.wires import WiredPlugin
 
 
 def attempt(options: argparse.Namespace, device: torch.device) -> None:
     """Trains on one document; writes figures, or that this rank is out of memory, to the folder of the attempt. A
-    collective call.
-
-    Args:
-        options: of the program, with `attempt` and `tokens_per_rank`.
-        device: of this rank.
-    """
+    collective call."""
     try:
         figures = _train(options, device)
     except Exception as error:
@@ -60,16 +55,14 @@ def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     model = LossModel(build_model(config, options, device))
     shape = probe(model)
     use_head(model, options.head)
-    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
-    plugins = partial(WiredPlugin, mlp_tokens=options.mlp_tokens, attention_kv_heads=options.attention_kv_heads)
-    of_model = options.kernel, options.dtype, model, shape, options.checkpointing
-    place = Place(wires, device, *of_model, plugins=plugins)
-    distca_hf.enable(model, place.plugin(options.tokens_per_rank), length)
-    prepare(model, options, device)
+    place = Place.open(model, shape, options, device)
+    tiles = {"mlp_tokens": options.mlp_tokens, "attention_kv_heads": options.attention_kv_heads}
+    place = replace(place, plugins=partial(WiredPlugin, **tiles))
+    place.enable(place.plugin(options.tokens_per_rank), length, options)
 
     [documents] = random_tokens([length], 1, config.get_text_config().vocab_size)
     planned = build_planned("placed", place, documents, options.steps)
-    runner = TrainingRunner(model, wires, device, options.optimizer)
+    runner = TrainingRunner(model, place.wires, device)
     with short_attention(options.attended_tokens):
         measured = runner.run([planned.mode], warmup=options.steps - 1, rounds=1, exposed=False)["placed"]
     if not math.isfinite(measured.loss):
@@ -85,18 +78,14 @@ def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 def _settings(options: argparse.Namespace) -> list[str]:
     """Parts of the header that `facts_of` does not have."""
     return [
-        f"head {options.head}, {options.optimizer}" + " on the host" * options.offload,
+        f"head {options.head}, fused AdamW" + " on the host" * options.offload,
         f"MLPs on {options.mlp_tokens or 'all'} tokens at a time",
         f"attention on {options.attention_kv_heads or 'all'} KV heads at a time",
     ] + ([f"at most {options.gpu_gib} GiB of a GPU"] if options.gpu_gib else [])
 
 
 def _limit_memory(options: argparse.Namespace, config: PreTrainedConfig, device: torch.device) -> None:
-    """Makes the GPU as small as was asked; a CPU fails as if its layers' inputs did not fit.
-
-    Raises:
-        torch.OutOfMemoryError: on a CPU, they do not.
-    """
+    """Makes the GPU as small as was asked; a CPU fails as if its layers' inputs did not fit."""
     if options.gpu_gib is None:
         return
     limit = options.gpu_gib * 2**30
@@ -115,13 +104,11 @@ class ShortKernel:
         self._kernel, self._window_tokens = kernel, window_tokens
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        """Computes as the kernel does, with the window."""
         return self._kernel.forward(inputs, spans, spec._replace(window_tokens=self._window_tokens), room)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
-        """Writes gradients as the kernel does, with the window."""
         self._kernel.backward(dout_TNV, saved, gradients, spans, spec._replace(window_tokens=self._window_tokens))
 
 

@@ -1,4 +1,4 @@
-"""Attempts that may run out of memory: each in processes of its own, watched from outside.
+"""Attempts that may run out of memory: each in new processes, which are watched from outside.
 
 A process that ran out of a GPU's memory says so in a file. Memory of the host must not run out: the kernel would kill
 any process of the machine. So an attempt is stopped as soon as less than a margin is free.
@@ -9,13 +9,14 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
 RESULT, OUT_OF_MEMORY = "result.json", "out_of_memory.{rank}.txt"
-# Words of errors of torch, CUDA, NCCL and the product for a GPU without room.
+# What errors of torch, CUDA, NCCL and the product say about a GPU without room.
 MEMORY_WORDS = re.compile(r"out of memory|OutOfMemory|OUT_OF_MEMORY|bytes are free on cuda")
 KILLED = re.compile(r"exitcode\s*:\s*-9\b")  # of torchrun, for a process that the kernel killed
 POLL_SECONDS, STOP_SECONDS = 0.25, 60
@@ -24,25 +25,17 @@ LOG_TAIL = 6000
 
 @dataclass(frozen=True)
 class Attempt:
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-        outcome: "trained", "GPU memory", "host memory" or "time".
-        figures: what it wrote, if it trained.
-        reason: the first line of its error, if there is one.
-        host_bytes: memory of the host that was taken while it ran.
-        seconds: that it took, with the start of its processes.
-    """
-
-    outcome: str
-    figures: dict[str, Any] | None
-    reason: str
-    host_bytes: int
-    seconds: float
+    outcome: str  # "trained", "GPU memory", "host memory" or "time"
+    figures: dict[str, Any] | None  # what it wrote, if it trained
+    reason: str  # the first line of its error, if there is one
+    host_bytes: int  # memory of the host that was taken while it ran
+    seconds: float  # that it took, with the start of its processes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a GPU had no room: by the words of an error, or of one that it came from."""
+    """Returns whether a GPU had no room: by the message of an error, or of one that it came from."""
     chain: BaseException | None = error
     while chain is not None:
         if MEMORY_WORDS.search(f"{type(chain).__name__}: {chain}"):
@@ -54,17 +47,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def run_attempt(
     command: Sequence[str], folder: Path, free_bytes: Callable[[], int], margin_bytes: int, most_seconds: float
 ) -> Attempt:
-    """Runs a command that writes its figures, or that it is out of memory, to `folder`; returns how it ended.
+    """Runs a command that writes its figures, or that it is out of memory, to a folder, which is made and gets its
+    output, too; returns how it ended. Exits with the end of the output if the command failed for another reason.
 
-    Args:
-        command: program and arguments.
-        folder: is made; the command's output goes there, too.
-        free_bytes: returns those of the host.
-        margin_bytes: the command is stopped if less of the host's memory is free.
-        most_seconds: the command is stopped after so long.
-
-    Raises:
-        SystemExit: it failed for another reason; shows the end of its output.
+    It is stopped if less of the host's memory is free than the margin, or after so many seconds.
     """
     folder.mkdir(parents=True)
     log = folder / "log.txt"
@@ -100,10 +86,8 @@ def run_attempt(
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        pass
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -116,52 +100,30 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-# Limit, use, and what of the use is a cache that would be given back; of control groups of version 2 and 1.
-CONTAINERS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes that are free on the machine or in the container, whichever is less.
-
-    Args:
-        root: folder in which `proc` and `sys` are found.
-    """
-    free = [_numbers(_text(root / "proc/meminfo"))["MemAvailable"] * 1024]
-    for limit, use, cache in CONTAINERS:
-        folder = (root / "sys/fs/cgroup" / limit).parent
-        most = _text(root / "sys/fs/cgroup" / limit)
-        if most not in ("", "max"):
-            used = int(_text(root / "sys/fs/cgroup" / use)) - _numbers(_text(folder / "memory.stat")).get(cache, 0)
-            free.append(int(most) - used)
-    return min(free)
+    """Returns the bytes that are free on the machine or in the container (a control group of version 2), whichever is
+    less. `proc` and `sys` are found in `root`."""
+    free, group = _numbers(root / "proc/meminfo")["MemAvailable"] * 1024, root / "sys/fs/cgroup"
+    limit = (group / "memory.max").read_text().strip() if (group / "memory.max").is_file() else "max"
+    if limit == "max":
+        return free
+    cache = _numbers(group / "memory.stat").get("inactive_file", 0)  # would be given back
+    return min(free, int(limit) - int((group / "memory.current").read_text()) + cache)
 
 
-def _text(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""
-
-
-def _numbers(text: str) -> dict[str, int]:
+def _numbers(file: Path) -> dict[str, int]:
     """Returns the numbers of lines `name: number unit`."""
-    lines = [line.replace(":", " ").split() for line in text.splitlines()]
+    lines = [line.replace(":", " ").split() for line in file.read_text().splitlines()] if file.is_file() else []
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A length that was tried.
+    """A length that was tried."""
 
-    Attributes:
-        tokens: on each rank.
-        trained: whether it did; else memory was out.
-        peak_bytes: memory of the fullest GPU; None if it is not known.
-    """
-
-    tokens: int
-    trained: bool
-    peak_bytes: int | None = None
+    tokens: int  # on each rank
+    trained: bool  # whether it did; else memory was out
+    peak_bytes: int | None = None  # memory of the fullest GPU; None if it is not known
 
 
 def longest_of(tried: Sequence[Tried]) -> Tried | None:
@@ -176,13 +138,8 @@ def next_tokens(
 
     Lengths double until memory is out, and halve while nothing trains. Then the gap between the longest that trained
     and the shortest that did not is halved. An attempt close to the limit costs minutes: as soon as two lengths have
-    trained, a line through their peaks says where the limit is, and that is tried instead of the double.
-
-    Args:
-        tried: so far.
-        first_tokens: of a rank, at the beginning.
-        resolution_tokens: to which the limit is found.
-        limit_bytes: memory of a GPU; None if it is not known.
+    trained, a line through their peaks says where the limit of a GPU's memory is, and that is tried instead of the
+    double. `limit_bytes` is None if it is not known.
     """
     longest = longest_of(tried)
     shortest = min((one.tokens for one in tried if not one.trained), default=None)

@@ -1,1 +1,1 @@
-"""Planning without a model: mixes of lengths, planners beside baselines and bounds, and measured steps."""
+"""Planning without a model: mixes of lengths, planners, baselines and bounds, and measured steps."""

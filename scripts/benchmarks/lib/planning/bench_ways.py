@@ -37,11 +37,7 @@ def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
 
 def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int) -> Load:
     """Returns the load of zigzag context parallelism that gathers keys and values before attention, and reduces their
-    gradients after it.
-
-    Args:
-        held: for each group, the lengths of its documents.
-    """
+    gradients after it. `held` are the lengths of the documents of each group."""
     tokens = np.repeat(ceil_div(np.array([int(x.sum()) for x in held]), group), group)
     _, key_value, _ = costs.token_bytes
     rows = np.repeat([float(x.sum()) for x in held], group)

@@ -27,11 +27,8 @@ PARTS = 256
 
 
 def key_value_bytes_bound(layout: Layout, token_bytes: TokenBytes | None = None) -> int:
-    """Returns the fewest forward bytes of one layer of any layout as balanced as this one.
-
-    These layouts have the same documents. Their ranks have at most the largest work of this one, and tokens in its
-    range.
-    """
+    """Returns the fewest forward bytes of one layer of any layout of the same documents whose ranks have at most the
+    largest work of this one, and tokens in its range."""
     token_bytes = token_bytes or TokenBytes()
     return token_bytes.key_value * key_tokens_bound(
         layout.document_tokens,
@@ -45,17 +42,8 @@ def key_value_bytes_bound(layout: Layout, token_bytes: TokenBytes | None = None)
 def key_tokens_bound(
     document_tokens: Sequence[int] | IntArray, num_ranks: int, most_work: int, fewest_tokens: int, most_tokens: int
 ) -> int:
-    """Returns the tokens whose keys and values have to move, of all ranks together.
-
-    Args:
-        document_tokens: lengths, in tokens.
-        num_ranks: ranks.
-        most_work: most attended pairs of a rank.
-        fewest_tokens, most_tokens: range of the tokens of a rank.
-
-    Raises:
-        PackingError: a length is out of range.
-    """
+    """Returns the tokens whose keys and values have to move, of all ranks together, if a rank has at most so many
+    attended pairs and its tokens are in this range."""
     lengths = check_document_tokens(document_tokens)
     light = _LightestTokens(lengths)
     moved = 0
@@ -95,16 +83,11 @@ class _LightestTokens:
 
 
 def _longest_tail(length: int, light: _LightestTokens, most_work: int, fewest_tokens: int, most_tokens: int) -> int:
-    """Returns the most tokens at the end of a document that may fit some ranks together, or a few more.
-
-    Args:
-        length: tokens of the document.
-        light: the lightest tokens of the batch.
-        most_work, fewest_tokens, most_tokens: limits of these ranks together.
-    """
+    """Returns the most tokens at the end of a document that may fit some ranks together with these limits, or a few
+    more."""
 
     def may_fit(fewest: IntArray, most: IntArray) -> np.ndarray:
-        """Checks whether a tail of `fewest` to `most` tokens may fit: work of the fewest, beside the most of them."""
+        """Checks whether a tail of `fewest` to `most` tokens may fit: work of the fewest, and room for the most."""
         tail_work = causal_pairs_of(length - fewest, np.full_like(fewest, length))
         return (fewest <= most_tokens) & (tail_work + light.work(fewest_tokens - most) <= most_work)
 

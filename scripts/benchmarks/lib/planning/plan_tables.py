@@ -2,7 +2,8 @@
 Fixed: balance, and bytes of the largest rank against the published planner."""
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -10,7 +11,6 @@ from distca_hf.analysis.epoch import PackedEpoch, pack_epoch
 from distca_hf.analysis.first_step import largest_rank_bytes, make_report
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
-from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
 from distca_hf.layout import Topology
 from distca_hf.placement.place import place, work_in_order
@@ -46,21 +46,17 @@ def print_balance(ranks: list[int], seeds: int) -> None:
         "Placed: balance (limits: tokens +-1; max/mean 1.005 up to 8 ranks, 1.01 beyond)",
         *("mix", "ranks", "tokens/rank", "longest", "documents", "token spread", "in order", "placed, worst seed"),
     )
-    for mix in MIXES:
-        for num_ranks in ranks:
-            for tokens_per_rank in (16 * K, 32 * K, 128 * K):
-                for longest in sorted({tokens_per_rank, min(512 * K, num_ranks * tokens_per_rank)}):
-                    spread, before, after, documents = 0, [], [], []
-                    for seed in range(seeds):
-                        lengths = batch(mix, num_ranks, tokens_per_rank, longest, seed)
-                        plan = plan_placed(lengths, Topology(num_ranks, RANKS_PER_NODE))
-                        spread = max(spread, int(np.ptp(plan.layout.rank_tokens)))
-                        before.append(imbalance(work_in_order(lengths, num_ranks)))
-                        after.append(plan.imbalance)
-                        documents.append(len(lengths))
-                    cells = (mix, num_ranks, f"{tokens_per_rank // K}K", f"{longest // K}K")
-                    mean_documents = f"{statistics.mean(documents):.0f}"
-                    print_row(*cells, mean_documents, spread, f"{statistics.mean(before):.2f}", f"{max(after):.4f}")
+    for mix, num_ranks, tokens_per_rank in product(MIXES, ranks, (16 * K, 32 * K, 128 * K)):
+        for longest in sorted({tokens_per_rank, min(512 * K, num_ranks * tokens_per_rank)}):
+            batches = [batch(mix, num_ranks, tokens_per_rank, longest, seed) for seed in range(seeds)]
+            plans = [plan_placed(lengths, Topology(num_ranks, RANKS_PER_NODE)) for lengths in batches]
+            before = statistics.mean(imbalance(work_in_order(lengths, num_ranks)) for lengths in batches)
+            print_row(
+                *(mix, num_ranks, f"{tokens_per_rank // K}K", f"{longest // K}K"),
+                f"{statistics.mean(map(len, batches)):.0f}",
+                max(int(np.ptp(plan.layout.rank_tokens)) for plan in plans),
+                *(f"{before:.2f}", f"{max(plan.imbalance for plan in plans):.4f}"),
+            )
 
 
 def print_bytes(ranks: list[int], seeds: int) -> None:
@@ -70,24 +66,24 @@ def print_bytes(ranks: list[int], seeds: int) -> None:
         "0.6, 0.65), largest rank between nodes (limit for pretrain: 0.05 GB)",
         *("mix", "ranks", "tokens/rank", "placed GB", "published GB", "ratio", "published max/mean", "node GB"),
     )
-    for mix in FILE_MIXES:
-        for num_ranks in ranks:
-            topology = Topology(num_ranks, RANKS_PER_NODE)
-            for tokens_per_rank in (64 * K, 128 * K):
-                ours, theirs, ratios, left, node = [], [], [], [], []
-                for seed in range(seeds):
-                    lengths = batch(mix, num_ranks, tokens_per_rank, tokens_per_rank, seed)
-                    sent = bytes_between(plan_placed(lengths, topology), LLAMA)
-                    published = plan_published_greedy(lengths, num_ranks, LLAMA, 0.05)
-                    ours.append(int(sent.sum()))
-                    theirs.append(int(bytes_between(published, LLAMA).sum()))
-                    ratios.append(ours[-1] / max(1, theirs[-1]))
-                    left.append(published.imbalance)
-                    node.append(between_nodes(sent, topology))
-                print_row(
-                    *(mix, num_ranks, f"{tokens_per_rank // K}K", gigabytes(statistics.mean(ours))),
-                    *(gigabytes(statistics.mean(theirs)), mean_over(ratios), mean_over(left), gigabytes(max(node))),
-                )
+    for mix, num_ranks, tokens_per_rank in product(FILE_MIXES, ranks, (64 * K, 128 * K)):
+        topology = Topology(num_ranks, RANKS_PER_NODE)
+        batches = [batch(mix, num_ranks, tokens_per_rank, tokens_per_rank, seed) for seed in range(seeds)]
+        sent = [bytes_between(plan_placed(lengths, topology), LLAMA) for lengths in batches]
+        published = [plan_published_greedy(lengths, num_ranks, LLAMA, 0.05) for lengths in batches]
+        ours = [int(each.sum()) for each in sent]
+        theirs = [int(bytes_between(plan, LLAMA).sum()) for plan in published]
+        print_row(
+            *(
+                mix,
+                num_ranks,
+                f"{tokens_per_rank // K}K",
+                *(gigabytes(statistics.mean(each)) for each in (ours, theirs)),
+            ),
+            mean_over([own / max(1, other) for own, other in zip(ours, theirs, strict=True)]),
+            mean_over([plan.imbalance for plan in published]),
+            gigabytes(max(between_nodes(each, topology) for each in sent)),
+        )
 
 
 def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
@@ -96,20 +92,21 @@ def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
         "Placed, flat: total bytes ÷ counting bound (limit: 2.0)",
         *("mix", "ranks", "tokens/rank", "placed GB", "bound GB", "ratio, mean over seeds"),
     )
-    for mix in (*FILE_MIXES, "lognormal"):
-        for num_ranks in (count for count in ranks if count <= 64):
-            for tokens_per_rank in (64 * K, 128 * K):
-                ours, bounds, ratios = [], [], []
-                for seed in range(seeds):
-                    layout = place(batch(mix, num_ranks, tokens_per_rank, tokens_per_rank, seed), num_ranks)
-                    ours.append(int(bytes_between(plan_in_place(layout), LLAMA).sum()))
-                    bounds.append(key_value_bytes_bound(layout, LLAMA))
-                    if bounds[-1]:
-                        ratios.append(ours[-1] / bounds[-1])
-                print_row(
-                    *(mix, num_ranks, f"{tokens_per_rank // K}K"),
-                    *(gigabytes(statistics.mean(ours)), gigabytes(statistics.mean(bounds)), mean_over(ratios)),
-                )
+    few = [count for count in ranks if count <= 64]
+    for mix, num_ranks, tokens_per_rank in product((*FILE_MIXES, "lognormal"), few, (64 * K, 128 * K)):
+        batches = (batch(mix, num_ranks, tokens_per_rank, tokens_per_rank, seed) for seed in range(seeds))
+        layouts = [place(lengths, num_ranks) for lengths in batches]
+        ours = [int(bytes_between(plan_in_place(layout), LLAMA).sum()) for layout in layouts]
+        bounds = [key_value_bytes_bound(layout, LLAMA) for layout in layouts]
+        print_row(
+            *(
+                mix,
+                num_ranks,
+                f"{tokens_per_rank // K}K",
+                *(gigabytes(statistics.mean(each)) for each in (ours, bounds)),
+            ),
+            mean_over([own / bound for own, bound in zip(ours, bounds, strict=True) if bound]),
+        )
 
 
 def print_grouped_steps(ranks: list[int], seeds: int) -> None:
@@ -118,78 +115,41 @@ def print_grouped_steps(ranks: list[int], seeds: int) -> None:
         "Optimizer steps of 4 micro-steps: bytes of all, and sum of the heaviest ranks ÷ ideal (limit: 1.005)",
         *("mix", "ranks", "tokens/rank", "as they come GB", "grouped GB", "grouped, worst imbalance"),
     )
-    for mix in FILE_MIXES:
-        for num_ranks in (count for count in ranks if count <= 64):
-            one_by_one, grouped, worst = [], [], 1.0
-            for seed in range(seeds):
-                lengths = batch(mix, num_ranks, EPOCH_MICRO_BATCHES * 128 * K, 128 * K, seed)
-                request = PlanRequest(num_ranks, 128 * K, RANKS_PER_NODE, 4, preset("llama3-8b"))
-                packed, alone = pack_epoch(lengths, request, seed), replace(request, micro_steps=1)
-                reports = [
-                    make_report(alone, PackedEpoch.of_batches([documents]))
-                    for documents in packed.first_step(request.micro_steps)
-                ]
-                one_by_one.append(sum(report.figures.bytes_total for report in reports))
-                figures = make_report(request, packed).figures
-                grouped.append(figures.bytes_total)
-                worst = max(worst, figures.imbalance)
-            means = (gigabytes(statistics.mean(one_by_one)), gigabytes(statistics.mean(grouped)))
-            print_row(mix, num_ranks, "128K", *means, f"{worst:.4f}")
-
-
-TOKENS_PER_RANK = 256 * K
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One plan beside the published one for the same documents, at a tolerance of 0.
-
-    Attributes:
-        before, imbalance: work of the busiest rank over the mean, in order and as planned.
-        largest_rank_bytes, total_bytes: that the busiest rank and all ranks send in a layer.
-        to_published: bytes of the busiest rank over those of the published plan.
-    """
-
-    before: float
-    imbalance: float
-    largest_rank_bytes: float
-    total_bytes: float
-    to_published: float
-
-
-def measure(documents: IntArray, num_ranks: int) -> Measured:
-    """Plans documents of so many tokens, and counts."""
-    plan = plan_fixed(documents, Topology(num_ranks, RANKS_PER_NODE))
-    sent = bytes_between(plan, LLAMA)
-    published = bytes_between(plan_published_greedy(documents, num_ranks, LLAMA, 0.0), LLAMA)
-    return Measured(
-        before=imbalance(plan.layout.rank_work),
-        imbalance=plan.imbalance,
-        largest_rank_bytes=largest_rank_bytes(sent),
-        total_bytes=int(sent.sum()),
-        to_published=largest_rank_bytes(sent) / max(1, largest_rank_bytes(published)),
-    )
+    for mix, num_ranks in product(FILE_MIXES, (count for count in ranks if count <= 64)):
+        one_by_one, grouped = [], []
+        for seed in range(seeds):
+            lengths = batch(mix, num_ranks, EPOCH_MICRO_BATCHES * 128 * K, 128 * K, seed)
+            request = PlanRequest(num_ranks, 128 * K, RANKS_PER_NODE, 4, preset("llama3-8b"))
+            packed, alone = pack_epoch(lengths, request, seed), replace(request, micro_steps=1)
+            of_steps = map(PackedEpoch.of_batches, ([documents] for documents in packed.first_step(4)))
+            one_by_one.append(sum(make_report(alone, of_step).figures.bytes_total for of_step in of_steps))
+            grouped.append(make_report(request, packed).figures)
+        means = statistics.mean(one_by_one), statistics.mean(figures.bytes_total for figures in grouped)
+        worst = max(1.0, *(figures.imbalance for figures in grouped))
+        print_row(mix, num_ranks, "128K", *map(gigabytes, means), f"{worst:.4f}")
 
 
 def print_fixed(ranks: list[int], seeds: int) -> None:
-    """Prints every mix; tokens stay where documents in order fill the ranks."""
+    """Prints every mix; tokens stay where documents in order fill the ranks. The published planner has a tolerance of
+    0."""
     table(
         "Fixed, 256K tokens per rank (limits: max/mean 1.025, 1.025, 1.03, 1.03; ÷ published pretrain .50, .40, .33, "
         ".28, ProLong .50, .50, .45, .50)",
         *("mix", "ranks", "in order", "max/mean, worst", "largest rank GB", "total GB"),
         *("largest ÷ published, harmonic mean", "mean"),
     )
-    for mix in ("pretrain_256k", "prolong_256k"):
-        for num_ranks in ranks:
-            cases = [
-                measure(batch(mix, num_ranks, TOKENS_PER_RANK, TOKENS_PER_RANK, seed), num_ranks)
-                for seed in range(seeds)
-            ]
-            mean = {name: statistics.mean(getattr(case, name) for case in cases) for name in vars(cases[0])}
-            print_row(
-                *(mix, num_ranks, f"{mean['before']:.2f}", f"{max(case.imbalance for case in cases):.4f}"),
-                *(gigabytes(mean["largest_rank_bytes"]), gigabytes(mean["total_bytes"])),
-                # Of the mean over batches of published ÷ ours, and of ours ÷ published.
-                f"{statistics.harmonic_mean(case.to_published for case in cases):.2f}",
-                f"{mean['to_published']:.2f}",
-            )
+    for mix, num_ranks in product(("pretrain_256k", "prolong_256k"), ranks):
+        batches = [batch(mix, num_ranks, 256 * K, 256 * K, seed) for seed in range(seeds)]
+        plans = [plan_fixed(documents, Topology(num_ranks, RANKS_PER_NODE)) for documents in batches]
+        published = [plan_published_greedy(documents, num_ranks, LLAMA, 0.0) for documents in batches]
+        sent = [bytes_between(plan, LLAMA) for plan in plans]
+        largest = [largest_rank_bytes(each) for each in sent]
+        theirs = [largest_rank_bytes(bytes_between(plan, LLAMA)) for plan in published]
+        to_published = [own / max(1, other) for own, other in zip(largest, theirs, strict=True)]
+        before = statistics.mean(imbalance(plan.layout.rank_work) for plan in plans)
+        print_row(
+            *(mix, num_ranks, f"{before:.2f}", f"{max(plan.imbalance for plan in plans):.4f}"),
+            *(gigabytes(statistics.mean(largest)), gigabytes(statistics.mean(int(each.sum()) for each in sent))),
+            # Of the mean over batches of published ÷ ours, and of ours ÷ published.
+            *(f"{statistics.harmonic_mean(to_published):.2f}", f"{statistics.mean(to_published):.2f}"),
+        )

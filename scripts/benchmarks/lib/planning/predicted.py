@@ -1,7 +1,7 @@
 """Steps that were measured, and the same steps as `distca simulate` predicts them.
 
 Rows are in `docs/benchmarks/measured-steps.json`, each with the page that has its command and versions. Times of one
-row were measured beside each other, so ratios of its columns are compared.
+row were measured in one run, so ratios of its columns are compared.
 """
 
 import json
@@ -57,35 +57,20 @@ RATIOS = (
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """Steps of the same documents, measured beside each other.
+    """Steps of the same documents, measured in one run."""
 
-    Attributes:
-        page: page of `docs/benchmarks` that has the command.
-        gpus: data ranks.
-        gpu: their kind.
-        links: NVLink, or the speed of slower ones, as between nodes.
-        documents: their lengths, as the programs that measure take them.
-        milliseconds: of each way.
-        model: shape of the layers, as these programs name it; none is four layers of an 8B Llama.
-        words: of the head; 0 without a head and without an optimizer.
-        reduce_bytes: of a number in sums of gradients.
-        refetches: whether keys were sent for recomputation and for backward once more.
-        servers: attention servers beside the data ranks.
-        heads_apart: whether long prefixes were called as they are now (`distca_hf/kernels/flash4.py`), forward and
-            backward.
-    """
-
-    page: str
-    gpus: int
-    gpu: str
-    links: str
-    documents: str
-    milliseconds: Mapping[str, float]
-    model: str = ""
-    words: int = 0
-    reduce_bytes: int = 2
-    refetches: bool = False
-    servers: int = 0
+    page: str  # page of `docs/benchmarks` that has the command
+    gpus: int  # data ranks
+    gpu: str  # their kind
+    links: str  # NVLink, or the speed of slower ones, as between nodes
+    documents: str  # their lengths, as the programs that measure take them
+    ms: Mapping[str, float]  # milliseconds of each way
+    model: str = ""  # shape of the layers, as these programs name it; none is four layers of an 8B Llama
+    words: int = 0  # of the head; 0 without a head and without an optimizer
+    reduce_bytes: int = 2  # of a number in sums of gradients
+    refetches: bool = False  # whether keys were sent for recomputation and for backward once more
+    servers: int = 0  # attention servers in addition to the data ranks
+    # whether long prefixes were called as they are now (`distca_hf/kernels/flash4.py`), forward and backward
     heads_apart: bool = False
 
     @property
@@ -99,77 +84,39 @@ class MeasuredRow:
         return np.array(parse_documents(self.documents))
 
 
-# Names of the file that a row may leave out.
-OPTIONAL = frozenset(("model", "words", "reduce_bytes", "refetches", "servers", "heads_apart"))
-
-
 def read_measured(path: Path) -> list[MeasuredRow]:
     """Returns the measured rows of a file."""
-    return [
-        MeasuredRow(
-            row["page"],
-            row["gpus"],
-            row.get("gpu", "H200"),
-            row["links"],
-            row["documents"],
-            row["ms"],
-            **{name: row[name] for name in OPTIONAL & row.keys()},
-        )
-        for row in json.loads(path.read_text())["rows"]
-    ]
+    return [MeasuredRow(**{"gpu": "H200", **row}) for row in json.loads(path.read_text())["rows"]]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A benchmark step, as far as its simulation depends on it.
+    """A benchmark step, as far as its simulation depends on it."""
 
-    Attributes:
-        model: its layers.
-        document_tokens: lengths of all documents of a micro-step.
-        data_ranks: GPUs, or groups of tensor ranks, that hold other documents; all on one host.
-        slow: all links are as between nodes.
-        reduce_bytes: of a number in sums of gradients.
-        has_head: whether the benchmark has head, loss and optimizer.
-        root_share: part of the weights outside of layers that the benchmark has.
-        tensor_ranks: GPUs that divide every layer.
-        replicas: groups of data ranks that shard the weights alike (HSDP).
-        liger: whether layers are Liger's.
-        checkpointing: as programs that measure take it.
-        keeps: keys are kept until backward, and not sent once more.
-        chunks: parts that rows of other ranks come in.
-        servers: attention servers beside the data ranks.
-    """
-
-    model: SimulatedModel
-    document_tokens: IntArray
-    data_ranks: int
-    slow: bool
-    reduce_bytes: int = 2
-    has_head: bool = False
-    root_share: float = 0.5
-    tensor_ranks: int = 1
-    replicas: int = 1
-    liger: bool = False
-    checkpointing: str = "full"
-    keeps: bool = True
-    chunks: int = 1
-    servers: int = 0
+    model: SimulatedModel  # its layers
+    document_tokens: IntArray  # lengths of all documents of a micro-step
+    data_ranks: int  # GPUs, or groups of tensor ranks, that hold other documents; all on one host
+    slow: bool  # all links are as between nodes
+    reduce_bytes: int = 2  # of a number in sums of gradients
+    has_head: bool = False  # whether the benchmark has head, loss and optimizer
+    root_share: float = 0.5  # part of the weights outside of layers that the benchmark has
+    tensor_ranks: int = 1  # GPUs that divide every layer
+    replicas: int = 1  # groups of data ranks that shard the weights alike (HSDP)
+    liger: bool = False  # whether layers are Liger's
+    checkpointing: str = "full"  # as programs that measure take it
+    keeps: bool = True  # keys are kept until backward, and not sent once more
+    chunks: int = 1  # parts that rows of other ranks come in
+    servers: int = 0  # attention servers in addition to the data ranks
 
 
 @dataclass(frozen=True)
 class ReplicatedTraining(Training):
-    """Training whose weights are gathered inside of a replica, and whose gradients are summed over all of them.
-
-    Attributes:
-        has_head: whether the benchmark has head, loss and optimizer.
-        reduce_bytes: of a number in sums of gradients over ranks.
-        root_share: part of the weights outside of layers that the benchmark has.
-    """
+    """Training whose weights are gathered inside of a replica, and whose gradients are summed over all of them."""
 
     replicas: int = 1
-    has_head: bool = True
-    reduce_bytes: int = HALF_BYTES
-    root_share: float = 1.0
+    has_head: bool = True  # whether the benchmark has head, loss and optimizer
+    reduce_bytes: int = HALF_BYTES  # of a number in sums of gradients over ranks
+    root_share: float = 1.0  # part of the weights outside of layers that the benchmark has
 
     @property
     def root_bytes(self) -> float:
@@ -207,21 +154,16 @@ class ReplicatedTraining(Training):
 
 def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None = None) -> dict[str, float]:
     """Returns simulated milliseconds of every way that was measured."""
-    has_head = row.words > 0
-    # Without a head the embedding alone is outside of layers.
-    root_share = 1.0 if has_head else 0.5
-    rank = row.document_tokens, row.gpus, row.slow, row.reduce_bytes
-    keeps, chunks = not row.refetches, SLOW_CHUNKS if row.slow else 1
     setting = Setting(
-        _model_of(row),
-        *rank,
-        has_head=has_head,
-        root_share=root_share,
-        keeps=keeps,
-        chunks=chunks,
+        model_of(PRESETS[row.model]) if row.model else llama_part(LAYERS, row.words or None),
+        *(row.document_tokens, row.gpus, row.slow, row.reduce_bytes),
+        has_head=row.words > 0,
+        root_share=1.0 if row.words else 0.5,  # without a head only the embedding is outside of layers
+        keeps=not row.refetches,
+        chunks=SLOW_CHUNKS if row.slow else 1,
         servers=row.servers,
     )
-    return simulate(setting, row.milliseconds, profile, Notes() if notes is None else notes)
+    return simulate(setting, row.ms, profile, notes or Notes())
 
 
 def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, notes: Notes) -> dict[str, float]:
@@ -239,16 +181,13 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         reduce_bytes=setting.reduce_bytes,
         root_share=setting.root_share,
     )
-    topology = Topology(ranks, ranks)
-    chunks = setting.chunks
-    load_of = partial(
-        ours, costs, keeps=setting.keeps, gather_seconds=training.gather_seconds(costs.layer_weight_bytes)
-    )
+    topology, chunks, gpus, total = Topology(ranks, ranks), setting.chunks, ranks + setting.servers, int(lengths.sum())
+    gather_seconds = training.gather_seconds(costs.layer_weight_bytes)
+    load_of = partial(ours, costs, keeps=setting.keeps, gather_seconds=gather_seconds)
 
     def placed(saves: bool) -> Load:
-        gpus = ranks * setting.tensor_ranks
-        sizes = int(lengths.sum()) // ranks, int(lengths.max())
-        request = SimulationRequest(model, gpus, *sizes, tensor_ranks=setting.tensor_ranks)
+        size, sizes = setting.tensor_ranks, (total // ranks, int(lengths.max()))
+        request = SimulationRequest(model, ranks * size, *sizes, tensor_ranks=size)
         return load_of(cluster, request.planner.plan(lengths), chunks, saves)
 
     def fixed(saves: bool) -> Load:
@@ -265,16 +204,13 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         return rows_placed(costs, cluster, home, load, layout, loss_is_placed=False)
 
     def served() -> Load:
-        gpus = ranks + setting.servers
-        sizes = int(lengths.sum()) // gpus, int(lengths.max())
-        planner = SimulationRequest(model, gpus, *sizes).planner_beside(setting.servers)
-        beside = replace(cluster, num_ranks=gpus, ranks_per_node=1 if setting.slow else gpus)
-        return load_of(beside, planner.plan(lengths), chunks, True)
+        planner = SimulationRequest(model, gpus, total // gpus, int(lengths.max())).planner_beside(setting.servers)
+        with_servers = replace(cluster, num_ranks=gpus, ranks_per_node=1 if setting.slow else gpus)
+        return load_of(with_servers, planner.plan(lengths), chunks, True)
 
     def served_ideal() -> Load:
-        # Attention is that of all GPUs, and all else that of the data ranks.
-        gpus = ranks + setting.servers
-        tokens = np.array([int(lengths.sum()) // ranks] * ranks + [0] * setting.servers)
+        # All GPUs attend, and the data ranks do all else.
+        tokens = np.array([total // ranks] * ranks + [0] * setting.servers)
         return replace(even(costs, lengths, gpus), tokens=tokens, saves_attention=True)
 
     loads: dict[str, Callable[[], Load]] = {
@@ -301,13 +237,6 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
     return {name: milliseconds(name) for name in names}
 
 
-def _model_of(row: MeasuredRow) -> SimulatedModel:
-    """Returns the layers that a row was measured with."""
-    if not row.model:
-        return llama_part(LAYERS, row.words or None)
-    return model_of(PRESETS[row.model])
-
-
 def llama_part(layers: int, words: int | None = None) -> SimulatedModel:
     """Returns some layers of Llama-3-8B, and another vocabulary if one is given."""
     model = SimulatedModel.of(preset("llama3-8b"))
@@ -326,15 +255,9 @@ def model_of(config: Mapping[str, Any]) -> SimulatedModel:
 
 @dataclass(frozen=True)
 class Compared:
-    """One ratio, measured and simulated.
+    """One ratio, measured and simulated."""
 
-    Attributes:
-        ratio: its name.
-        row: of the measurement.
-        measured, simulated: the ratio.
-    """
-
-    ratio: str
+    ratio: str  # its name
     row: MeasuredRow
     measured: float
     simulated: float
@@ -349,15 +272,15 @@ def compare(row: MeasuredRow, simulated: Mapping[str, float]) -> list[Compared]:
     """Returns the ratios that a row has."""
     compared = []
     for name, above, below in RATIOS:
-        base = next((way for way in below if way in row.milliseconds), None)
-        if above in row.milliseconds and base is not None:
-            ratios = (times[above] / times[base] for times in (row.milliseconds, simulated))
+        base = next((way for way in below if way in row.ms), None)
+        if above in row.ms and base is not None:
+            ratios = (times[above] / times[base] for times in (row.ms, simulated))
             compared.append(Compared(name, row, *ratios))
     return compared
 
 
 def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
-    """Returns the attention of a trainer and a server over that of the trainer alone, forward and backward, measured
+    """Returns the attention of a trainer and a server over that of only the trainer, forward and backward, measured
     and simulated."""
     compared = []
     for row in json.loads(path.read_text())["servers"]["rows"]:

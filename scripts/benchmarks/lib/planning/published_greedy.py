@@ -24,24 +24,14 @@ from distca_hf.planning.pieces import Tasks
 from distca_hf.planning.plan import Plan
 
 
-# Share of the mean work that a rank may lack: of the published code, and of the paper's figures.
-CODE_TOLERANCE, PAPER_TOLERANCE = 0.1, 0.05
+PAPER_TOLERANCE = 0.05  # share of the mean work that a rank may lack in the paper's figures; 0.1 in the code
 
 
 def plan_published_greedy(
     document_tokens: IntArray, num_ranks: int, token_bytes: TokenBytes, tolerance: float
 ) -> Plan:
-    """Returns the plan of the published planner for documents filled in order.
-
-    Args:
-        document_tokens: `[documents]` lengths, in tokens.
-        num_ranks: ranks, each of them a server as well.
-        token_bytes: bytes of a token, by which the planner weighs queries and keys.
-        tolerance: share of the mean work that a rank may lack.
-
-    Raises:
-        PackingError: a length is not between 1 and 2 ** 31 - 1.
-    """
+    """Returns the plan of the published planner for documents filled in order. It weighs queries and keys by the bytes
+    of a token; a rank may lack a share of the mean work."""
     # 1. Items, and the surplus of every rank over the mean.
     layout = fill_head_and_tail(document_tokens, num_ranks)
     items = _Items.of(layout)
@@ -98,10 +88,8 @@ class _Items:
 
     @classmethod
     def of(cls, layout: Layout) -> "_Items":
-        """Returns one item for each document and rank, in the order of documents.
-
-        A single segment is a head and a tail that meet in its middle.
-        """
+        """Returns one item for each document and rank, in the order of documents. A single segment is a head and a
+        tail that meet in its middle."""
         order = np.lexsort((layout.segment_start, layout.segment_rank, layout.segment_document))
         document, rank = layout.segment_document[order], layout.segment_rank[order]
         start, stop = layout.segment_start[order], layout.segment_stop[order]
@@ -155,9 +143,6 @@ def fill_head_and_tail(document_tokens: IntArray, num_ranks: int) -> Layout:
 
         document 0 .......................................... L
                  |  a  |   b   | c | c |   b   |  a  |           ranks a, b, c
-
-    Raises:
-        PackingError: a length is not between 1 and 2 ** 31 - 1.
     """
     lengths = check_document_tokens(document_tokens).tolist()
     total_tokens = sum(lengths)
@@ -179,10 +164,8 @@ def fill_head_and_tail(document_tokens: IntArray, num_ranks: int) -> Layout:
 
 
 def _head_and_tail(document: int, head: int, tail: int, take: int) -> list[tuple[int, int, int]]:
-    """Returns segments of the outer `take` tokens of [head, tail), half of them from either end.
-
-    If these are all tokens there is one segment.
-    """
+    """Returns segments of the outer `take` tokens of [head, tail), half of them from either end; one segment if these
+    are all tokens."""
     if take == tail - head:
         return [(document, head, tail)]
     from_head = take // 2

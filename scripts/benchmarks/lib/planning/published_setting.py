@@ -46,17 +46,8 @@ PUBLISHED = {"pretrain": (1.07, 1.20), "prolong": (1.05, 1.12)}
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the evaluation, in seconds of a batch.
+    """One point of the evaluation, in seconds of a batch."""
 
-    Attributes:
-        model, lengths, context_tokens, gpus: of the point.
-        baseline, published, ours: seconds.
-    """
-
-    model: str
-    lengths: str
-    context_tokens: int
-    gpus: int
     baseline: float
     published: float
     ours: float
@@ -103,7 +94,7 @@ def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, toleran
 
 
 def simulate_point(
-    name: str, lengths: str, document_tokens: IntArray, context: int, gpus: int, profile: ClusterProfile, batches: int
+    name: str, document_tokens: IntArray, context: int, gpus: int, profile: ClusterProfile, batches: int
 ) -> Point:
     """Simulates one point: the baseline, the published system, and ours on the same batches."""
     model, sizes = MODELS[name]
@@ -125,4 +116,4 @@ def simulate_point(
         each = [training.micro_batch_seconds(load) for load in (*packed, theirs)]
         seconds.append([*each, simulation.step_seconds(placed, step)[0] - training.optimizer_seconds()])
     *baseline, of_paper, ours = np.mean(seconds, axis=0).tolist()
-    return Point(name, lengths, context, gpus, min(baseline), of_paper, ours)
+    return Point(min(baseline), of_paper, ours)

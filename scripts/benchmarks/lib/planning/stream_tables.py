@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice, pairwise, product
 
 import numpy as np
 import pyarrow as pa
@@ -33,11 +33,8 @@ SPEED_ROUNDS, ROWS_OF_LISTS = 3, 256
 
 
 class StreamOfLengths:
-    """Readers of a stream that have only lengths: shards in random order, dealt to them.
-
-    Args:
-        lengths: of one pass; passes follow each other.
-    """
+    """Readers of a stream that have only lengths: shards of one pass in random order, dealt to them; passes follow
+    each other."""
 
     def __init__(self, lengths: IntArray, num_readers: int, seed: int) -> None:
         shards = np.array_split(lengths, SHARDS * num_readers)
@@ -80,20 +77,15 @@ def print_streams(ranks: list[int], seeds: int) -> None:
         f"Streams, buffer of {BUFFER_BATCHES} micro-batches (limits: max/mean 1.01, padding 0.5 %)",
         *("mix", "ranks", "tokens/rank", "token spread", "placed, worst", "padding, worst"),
     )
-    for mix in MIXES:
-        for num_ranks in ranks:
-            for tokens_per_rank in (32 * K, 128 * K):
-                config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
-                planner = PlacedPlanner(config, num_ranks, head_groups=8)
-                spread, after, padding = 0, [], []
-                for seed in range(seeds):
-                    for step in steps_of(mix, num_ranks, tokens_per_rank, seed):
-                        plan = planner.plan(step.tokens)
-                        spread = max(spread, int(np.ptp(plan.layout.rank_tokens)))
-                        after.append(plan.imbalance)
-                        padding.append(1 - int(step.tokens.sum()) / planner.capacity_tokens)
-                worst = f"{max(after):.4f}", f"{max(padding):.3%}"
-                print_row(mix, num_ranks, f"{tokens_per_rank // K}K", spread, *worst)
+    for mix, num_ranks, tokens_per_rank in product(MIXES, ranks, (32 * K, 128 * K)):
+        config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
+        planner = PlacedPlanner(config, num_ranks, head_groups=8)
+        steps = [step for seed in range(seeds) for step in steps_of(mix, num_ranks, tokens_per_rank, seed)]
+        plans = [planner.plan(step.tokens) for step in steps]
+        spread = max(int(np.ptp(plan.layout.rank_tokens)) for plan in plans)
+        padding = max(1 - int(step.tokens.sum()) / planner.capacity_tokens for step in steps)
+        worst = f"{max(plan.imbalance for plan in plans):.4f}", f"{padding:.3%}"
+        print_row(mix, num_ranks, f"{tokens_per_rank // K}K", spread, *worst)
     print_speed()
 
 

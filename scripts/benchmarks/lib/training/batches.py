@@ -1,7 +1,7 @@
 """Batches of a training without the product: micro-batches of its loader, held in other ways.
 
 whole      documents stay whole, the heaviest first to the rank with the least attention work so far
-divided    documents one after the other, cut where a rank is full: all ranks hold equally many tokens (Ulysses)
+divided    documents one after the other, cut when a rank is full: all ranks hold equally many tokens (Ulysses)
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
 from distca_hf.data.documents import IGNORED_LABEL, Tokens
 from distca_hf.placement.place import fill_in_order
-from lib.baselines.operators import OwnKeys, Work, make_call
+from lib.baselines.operators import Work, whole_call
 from lib.planning.planners import whole_documents
 from lib.wires import Wires
 
@@ -26,7 +26,7 @@ Batch = dict[str, Any]
 
 
 class LoaderBatches:
-    """The same global micro-batches as those of a loader, made on the way by `batch`, as Trainer takes a loader."""
+    """The global micro-batches of a loader, made on the way by `batch`, as Trainer takes a loader."""
 
     batch_size = 1
 
@@ -76,7 +76,7 @@ class WholeDocuments(LoaderBatches):
 
 
 class DividedDocuments(LoaderBatches):
-    """Batches of equally many tokens for every rank; where documents leave room, one of padding fills it."""
+    """Batches of equally many tokens for every rank; a document of padding fills room that is left."""
 
     def __init__(
         self, loader: distca_hf.PlacedLoader, device: torch.device, tokens_per_rank: int, kernel: KernelName
@@ -92,7 +92,7 @@ class DividedDocuments(LoaderBatches):
             documents = [*documents, _padding(room)]
         lengths = [len(document.input_ids) for document in documents]
         held = fill_in_order(lengths, self.num_ranks).held_by(self.rank)
-        call = make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), self.device)
+        call = whole_call(lengths, self.device)
         rows = self._rows([(documents[number], start, stop) for number, start, stop in held])
         self._work = Work([call], self._wires, self._kernel)  # operators find it only as long as somebody holds it
         return {**rows, "bench_work": self._work}

@@ -5,7 +5,6 @@ checkpointing, and FSDP2 (on CPUs plain DDP). So their losses must follow each o
 """
 
 import argparse
-import functools
 import gc
 import math
 import statistics
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -28,10 +26,12 @@ from transformers import (
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
-from lib.model import LossModel, Shape, probe, saving_policy
-from lib.parser import write_figures
-from lib.rates import peak_flops, synchronize
-from lib.tables import markdown, number
+from lib.model import LossModel, Shape, checkpointing_keywords, probe
+from lib.options import add_kernel, add_model, check_packages
+from lib.parser import add_device, add_out, chosen_modes, count, not_negative, whole, write_figures
+from lib.rates import largest, peak_flops, synchronize
+from lib.report import MFU, TOKENS_PER_SECOND
+from lib.tables import Columns, figure, number, peak_gib, table_of
 from lib.training.batches import DividedDocuments, LoaderBatches, WholeDocuments
 
 
@@ -41,7 +41,7 @@ MODES = {
     "packing": "documents stay whole, each on the rank with the least attention work so far, with flash-attention",
     "given": "the packs of packing, whose rows are placed inside the model",
 }
-# On CPUs Accelerate has DDP alone. The model itself names the layers to wrap.
+# On CPUs Accelerate has only DDP. The model itself names the layers to wrap.
 FSDP: dict[str, Any] = {
     "fsdp": True,
     "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
@@ -49,11 +49,7 @@ FSDP: dict[str, Any] = {
 
 
 class StepTimes(TrainerCallback):
-    """A clock of steps, device included.
-
-    Attributes:
-        seconds: `[steps]` so far.
-    """
+    """A clock of steps, device included: `seconds` of each so far."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: list[float] = []
@@ -74,9 +70,7 @@ def training_arguments(options: argparse.Namespace, mode: str) -> TrainingArgume
     """Returns arguments that differ in nothing between modes, but that `ulysses` saves attention by itself, as a
     plugin does it in the product's modes."""
     on_cpu = options.device == "cpu"
-    checkpointing: dict[str, Any] = {"use_reentrant": False}
-    if mode == "ulysses" and options.checkpointed_attention == "save":
-        checkpointing["context_fn"] = functools.partial(create_selective_checkpoint_contexts, saving_policy)
+    saves = mode == "ulysses" and options.checkpointed_attention == "save"
     return TrainingArguments(
         output_dir="bench_output",
         max_steps=options.steps,
@@ -88,7 +82,7 @@ def training_arguments(options: argparse.Namespace, mode: str) -> TrainingArgume
         bf16=not on_cpu,
         use_liger_kernel=options.liger,
         gradient_checkpointing=True,
-        gradient_checkpointing_kwargs=checkpointing,
+        gradient_checkpointing_kwargs=checkpointing_keywords(saves),
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -118,13 +112,7 @@ def record_losses(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains in one mode from the first weights. A collective call.
-
-    Args:
-        mode: one of `MODES`.
-        config: of the model.
-        dataset: column `input_ids`.
-        options: of the program.
+    """Trains in one mode from the first weights, on a dataset with the column `input_ids`. A collective call.
 
     Returns:
         figures, the same on all ranks: of every step `losses`, `seconds`, `tokens` and `model_flops` of a rank;
@@ -152,8 +140,7 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
     trainer.train()
 
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    most_bytes = torch.tensor([peak_bytes, held_bytes], device=device)
-    dist.all_reduce(most_bytes, op=dist.ReduceOp.MAX)
+    peak_bytes, held_bytes = map(int, largest([peak_bytes, held_bytes], device))
     losses = torch.stack(parts)
     dist.all_reduce(losses)
     lengths = [document_tokens(loader, step) for step in range(options.steps)]
@@ -162,10 +149,11 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
         "distributed_type": trainer.accelerator.distributed_type.name,
         "losses": losses.tolist(),
         "seconds": times.seconds,
-        **dict(zip(("peak_bytes", "held_before_bytes"), most_bytes.tolist(), strict=True)),
+        "peak_bytes": peak_bytes,
+        "held_before_bytes": held_bytes,
         "tokens": [sum(held) / dist.get_world_size() for held in lengths],
         "model_flops": [model_flops(held, shape) / dist.get_world_size() for held in lengths],
-        "peak_flops": options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(device),
+        "peak_flops": peak_flops(device),
         **figures_of_plans(trainer, loader),
     }
 
@@ -226,19 +214,18 @@ def figures_of_plans(trainer: Trainer, loader: distca_hf.PlacedLoader) -> dict[s
     }
 
 
-COLUMNS = (
-    "mode",
-    "step ms",
-    "÷ first",
-    "tokens/s/GPU",
-    "MFU %",
-    "peak GiB",
-    "held before GiB",
-    "loss at first",
-    "at last",
-    "furthest from first mode",
-    "planned max/mean",
-)
+COLUMNS: Columns = {
+    "step ms": figure("step_seconds", 1e3, 0),
+    "÷ first": figure("ratio_to_first", 1, 3),
+    "tokens/s/GPU": TOKENS_PER_SECOND,
+    "MFU %": MFU,
+    "peak GiB": peak_gib,
+    "held before GiB": lambda of: number(of["held_before_bytes"] if of["peak_bytes"] else None, 2**-30, 1),
+    "loss at first": lambda of: number(of["losses"][0], 1, 4),
+    "at last": lambda of: number(of["losses"][-1], 1, 4),
+    "furthest from first mode": lambda of: of["furthest"],
+    "planned max/mean": lambda of: number(statistics.mean(of["imbalance"]) if of["imbalance"] else None, 1, 4),
+}
 
 
 def furthest(run: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, int]:
@@ -256,13 +243,8 @@ def furthest_in_words(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]:
-    """Returns medians of the steps after the first ones: `step_seconds`, `tokens_per_second` of a GPU, and
-    `utilisation` as a part of the peak, None if that is not known.
-
-    Args:
-        run: figures of a training, as `lib.training.run.train` returns them.
-        warmup: steps that do not count.
-    """
+    """Returns medians of the steps of a training after those of the warmup: `step_seconds`, `tokens_per_second` of a
+    GPU, and `utilisation` as a part of the peak, None if that is not known."""
     timed = range(warmup, len(run["seconds"]))
     peak = run["peak_flops"]
     return {
@@ -276,52 +258,35 @@ def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]
 
 def table(runs: Sequence[Mapping[str, Any]], warmup: int) -> str:
     """Returns a Markdown table with a row for each training; the first one is what the others are compared with."""
-    first = step_figures(runs[0], warmup)["step_seconds"]
-    assert first is not None
-    rows = []
+    figures: dict[str, dict[str, Any]] = {}
     for run in runs:
-        figures = step_figures(run, warmup)
-        rows.append(
-            (
-                run["mode"],
-                number(figures["step_seconds"], 1e3, 0),
-                number(figures["step_seconds"], 1 / first, 3),
-                number(figures["tokens_per_second"], 1, 0),
-                number(figures["utilisation"], 100, 1),
-                number(run["peak_bytes"] or None, 2**-30, 1),
-                number(run["held_before_bytes"] if run["peak_bytes"] else None, 2**-30, 1),
-                number(run["losses"][0], 1, 4),
-                number(run["losses"][-1], 1, 4),
-                furthest_in_words(runs[0], run),
-                number(statistics.mean(run["imbalance"]) if run["imbalance"] else None, 1, 4),
-            )
-        )
-    return markdown(COLUMNS, rows)
+        own = {**run, **step_figures(run, warmup), "furthest": furthest_in_words(runs[0], run)}
+        first = next(iter(figures.values()), own)
+        figures[run["mode"]] = own | {"ratio_to_first": own["step_seconds"] / first["step_seconds"]}
+    return table_of(COLUMNS, figures)
 
 
 def run_modes(
     options: argparse.Namespace,
     facts: Sequence[str],
     train_mode: Callable[[str], dict[str, Any]],
-    table_of: Callable[[list[dict[str, Any]], int], str],
+    shown: Callable[[list[dict[str, Any]], int], str],
     other_documents: Collection[str] = (),
 ) -> None:
-    """Trains in one mode after the other; prints all after each, because the next one may run out of memory.
+    """Trains in one mode after the other; prints all after each, because the next one may run out of memory. Exits if
+    a loss is further from that of the first mode than `--most-difference`.
 
     Args:
         facts: parts of the first line.
         train_mode: trains in a mode, and returns its figures.
-        table_of: makes a table of all figures so far, and of the steps that do not count.
+        shown: makes a table of all figures so far, and of the steps that do not count.
         other_documents: modes with other documents, whose losses are others.
-
-    Raises:
-        SystemExit: a loss is further from that of the first mode than `--most-difference`.
     """
     runs: list[dict[str, Any]] = []
     for mode in options.modes:
         runs.append(train_mode(mode))
         if dist.get_rank() == 0:
-            print("\n".join(["; ".join(facts), "", table_of(runs, options.warmup)]) + "\n", flush=True)
+            print("\n".join(["; ".join(facts), "", shown(runs, options.warmup)]) + "\n", flush=True)
             write_figures(options, header="; ".join(facts), runs=runs)
     limit = options.most_difference
     wrong = {
@@ -333,3 +298,27 @@ def run_modes(
     dist.destroy_process_group()
     if wrong:
         raise SystemExit(f"losses differ from those of {runs[0]['mode']} by more than {limit}: {wrong}")
+
+
+def add_training(parser: argparse.ArgumentParser, modes: str, learning_rate: float) -> None:
+    """Adds options of trainings, with these defaults."""
+    parser.add_argument("--modes", default=modes, help="comma-separated, see below")
+    add_model(parser)
+    parser.add_argument("--steps", type=count, default=20, help="to train")
+    parser.add_argument("--warmup", type=whole, default=3, help="steps whose times do not count")
+    parser.add_argument("--learning-rate", type=not_negative, default=learning_rate, help="of AdamW")
+    parser.add_argument("--liger", action="store_true", help="Liger's kernels and fused loss, in all modes")
+    add_kernel(parser)
+    add_device(parser)
+    parser.add_argument("--most-difference", type=not_negative, default=1e-2, help="of losses of the same step")
+    add_out(parser, ", after every mode")
+
+
+def parse_training(parser: argparse.ArgumentParser, known: Collection[str]) -> argparse.Namespace:
+    """Returns the options of a command line, with `modes` as a list."""
+    options = parser.parse_args()
+    check_packages(parser, options)
+    options.modes = chosen_modes(parser, options.modes, known)
+    if options.steps <= options.warmup:
+        parser.error(f"--steps {options.steps} leaves none to time after --warmup {options.warmup}")
+    return options

@@ -1,6 +1,11 @@
-"""Whole numbers in options, which the programs of this folder share."""
+"""Command lines, which the programs of this folder share."""
 
 import argparse
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser whose help has the lines of a docstring as they are."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def whole(text: str) -> int:
