@@ -34,7 +34,12 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-PACKAGES = {"zigzag": "ring_flash_attn", "ringmaster-ring": "ringmaster", "magi": "magi_attention"}
+PACKAGES = {
+    "zigzag": "ring_flash_attn",
+    "ringmaster": "ringmaster",
+    "ringmaster-ring": "ringmaster",
+    "magi": "magi_attention",
+}
 
 
 def is_there(package: str) -> bool:

@@ -33,7 +33,7 @@ from lib.baselines.peers import MagiWork, RingmasterWork
 from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
 from lib.documents import Holding, Segment, batch_of, evenly_spread, gathered_rows, share_of, whole_documents, zigzag
 from lib.model import LossModel, Shape, prepare
-from lib.states import rows_on_one_device
+from lib.states import passed_by_package, rows_on_one_device
 from lib.trainer_batches import AsOfTrainer, Batch, Batches
 from lib.wires import WiredPlugin, Wires
 
@@ -182,6 +182,14 @@ def _ulysses(place: Place, step: StepTokens) -> Mode:
     return Mode("ulysses", "bench_heads", batches, exchanges=True)
 
 
+def _ringmaster(place: Place, step: StepTokens) -> Mode:
+    lengths = _lengths(step)
+    work, held = place.work([whole_call(lengths, place.device)]), _in_order(lengths, place.wires.world_size)
+    batches = [{**batch, KEYWORD: None} for batch in _batches(place, held, step, work)]
+    passed = partial(passed_by_package, place.model, lengths, place.device)
+    return Mode("ringmaster", "bench_heads", batches, exchanges=True, meanwhile=[passed])
+
+
 def _context(place: Place, step: StepTokens) -> Mode:
     _check_may_cut(place, "context")
     lengths, num_ranks = _lengths(step), place.wires.world_size
@@ -295,6 +303,11 @@ MODES = {
         "that package's all-gather of some heads after the other, which it recommends for packed documents; only if "
         "it is named",
     ),
+    "ringmaster": Kind(
+        _ringmaster,
+        "axolotl-ringmaster passes the states of layers, by its own code and flash-linear-attention's context over "
+        "all ranks; attention as in ulysses; only if it is named",
+    ),
     "ringmaster-ulysses": Kind(
         partial(_ringmaster_dense, "ulysses"),
         "Ulysses by the package axolotl-ringmaster, its own code on this kernel; only if it is named",
@@ -319,11 +332,12 @@ MODES = {
         _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
     ),
 }
-# Run only if they are asked for by name: what pip installs for them, and a package that then is there.
+# Run only if they are asked for by name: what pip installs for them, and packages that then are there.
 _RING, _RINGMASTER = ("--no-deps ring-flash-attn", "ring_flash_attn"), ("--no-deps axolotl-ringmaster", "ringmaster")
 OF_PACKAGE = {
     "zigzag": _RING,
     "llama3": _RING,
+    "ringmaster": ("'axolotl-ringmaster[fla]'", "ringmaster", "fla"),
     "ringmaster-ulysses": _RINGMASTER,
     "ringmaster-ring": _RINGMASTER,
     "magi": ("--no-build-isolation git+https://github.com/SandAI-org/MagiAttention@2c64135", "magi_attention"),
@@ -332,8 +346,9 @@ OF_PACKAGE = {
 
 def why_missing(name: str) -> str | None:
     """Returns why a mode of `OF_PACKAGE` cannot run; None if it can."""
-    pip, package = OF_PACKAGE[name]
-    return None if find_spec(package) else f"needs {package} (pip install {pip}), which is not installed"
+    pip, *packages = OF_PACKAGE[name]
+    missing = [package for package in packages if find_spec(package) is None]
+    return f"needs {missing[0]} (pip install {pip}), which is not installed" if missing else None
 
 
 def _check_may_cut(place: Place, name: str) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
@@ -21,6 +23,16 @@ from lib.baselines.ring_code import interface_of, offsets_of
 from lib.documents import batch_of
 from lib.model import Shape
 from lib.wires import Wires
+
+
+def ringmaster_runtime(lengths: Sequence[int], device: torch.device, **groups: dist.ProcessGroup | None) -> Any:
+    """Returns the state in which axolotl-ringmaster attends, its `CPRuntime`, whose fields name the groups. Documents
+    of these lengths follow each other over the ranks, which have equally many tokens."""
+    from ringmaster.config import RingmasterConfig
+    from ringmaster.runtime import CPRuntime
+
+    offsets = torch.tensor([0, *accumulate(lengths)], device=device)  # int64, which the package keeps as it is
+    return CPRuntime(RingmasterConfig(size=dist.get_world_size()), varlen=(offsets, max(lengths)), **groups)
 
 
 class RingmasterWork:
@@ -39,8 +51,7 @@ class RingmasterWork:
         lengths: Sequence[int],
         device: torch.device,
     ) -> None:
-        from ringmaster.config import RingmasterConfig, RotateMethod
-        from ringmaster.runtime import CPRuntime
+        from ringmaster.config import RotateMethod
         from ringmaster.strategies import ring, ulysses
 
         flash = "flash_attention_2"
@@ -50,9 +61,7 @@ class RingmasterWork:
         else:
             self._attend = ring.make_ring_attention("hf_kernels", flash, RotateMethod.ALLGATHER)
         self._layer = layer
-        offsets = torch.tensor([0, *accumulate(lengths)], device=device)  # int64, which the package keeps as it is
-        settings, groups = RingmasterConfig(size=wires.world_size), {f"{way}_group": wires.group}
-        self._runtime = CPRuntime(settings, varlen=(offsets, max(lengths)), cp_group=wires.group, **groups)
+        self._runtime = ringmaster_runtime(lengths, device, cp_group=wires.group, **{f"{way}_group": wires.group})
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         from ringmaster.runtime import set_runtime
