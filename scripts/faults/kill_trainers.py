@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
+
 from command_lines import count, parser_of
 
 
