@@ -23,7 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 settings.register_profile(
     "ci",
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

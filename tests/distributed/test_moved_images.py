@@ -176,7 +176,7 @@ def check(kind: str, way: str, cases: Sequence[str], num_ranks: int, folder: Pat
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in KINDS])
 def test_gradients_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
-    for before, after in check(kind, "plain", CASES, 2, tmp_path).values():
+    for before, after in check(kind, "plain", CASES[:2], 2, tmp_path).values():
         assert before > 1.4 > 1.3 > after
 
 
@@ -189,7 +189,7 @@ def test_several_ranks_share_images(kind: str, num_ranks: int, tmp_path: Path) -
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
 def test_all_ways_to_train_have_the_gradients_of_one_process(way: str, tmp_path: Path) -> None:
     """Ranks that compute no image compute a copy of one, if others wait for their towers."""
-    check("qwen3_vl", way, ("one rank", "one image"), 3, tmp_path)
+    check("qwen3_vl", way, ["one image", *CASES[: way in ("sharded", "adapters")]], 3, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])

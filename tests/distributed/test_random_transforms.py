@@ -112,7 +112,7 @@ def test_trainings_with_workers_and_resumed_are_bit_equal(tmp_path: Path) -> Non
     assert resumed == alone
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_every_rank_worker_and_resumed_run_sees_the_same_rows(num_ranks: int, tmp_path: Path) -> None:
     alone = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS).dataloader(dataset(), seed=5)
     batches = run_ranks(num_ranks, _in_many_ways, tmp_path, num_ranks, len(alone))

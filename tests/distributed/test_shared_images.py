@@ -195,15 +195,16 @@ CASES["videos and images"] = Case(
     144 + 3 * 16,
 )
 CASES["text"] = Case([answers(LONG), [*answers(LONG, seed=20), [TAIL]]], 3 * 80)
-# Only Qwen's have positions of three axes. LLaVA's images have one size. States of Qwen3.5 go on from images.
+# All with one kind. Only Qwen's have positions of three axes. LLaVA's images have one size. States of Qwen3.5 go on
+# from images.
 OF_KINDS = {
     "gemma3": ["text"],
     "qwen2_5_vl": [*PADDED, "packs", "videos and images", "text"],
-    "qwen3_vl": [*PADDED, "packs"],
+    "qwen3_vl": ["a group on two ranks", "images on some rows", "packs"],
     "qwen3_5": ["a group on two ranks", "the second image differs", "packs"],
-    "mistral3": PADDED,
-    "internvl": PADDED,
-    "llava": ["pairs", "pairs, padded left", "a group on two ranks", "images on some rows", "images on one rank"],
+    "mistral3": ["pairs, padded left", "other images after equal text", "the second image differs", "two turns"],
+    "internvl": ["a group on two ranks", "one image after other text", "other images before equal text"],
+    "llava": ["pairs, padded left", "images on some rows", "images on one rank"],
 }
 MARKS = {"qwen3_vl": [classes_of_today], "qwen3_5": [classes_of_today, states_travel]}
 

@@ -28,8 +28,8 @@ from support.streams import Rows, all_tokens, numbered, numbered_stream, tokens_
 
 DOCUMENTS = 500
 TOKENS_PER_RANK = 48
-# Numbers of ranks, one after the other. `tests/property/test_stream_resume.py` has every pair.
-WORLDS = (3, 1, 4, 2, 3)
+# Numbers of ranks, one after the other. `tests/property/test_stream_resume.py` has more pairs.
+WORLDS = (3, 1, 4)
 State = dict[str, Any]
 
 
@@ -53,7 +53,7 @@ def _part(state: State | None, steps: int | None, micro_steps: int, shards: int)
     return seen, loader.state_dict()
 
 
-@pytest.mark.parametrize(("micro_steps", "shards"), [(1, 8), (3, 3), (1, 1)])
+@pytest.mark.parametrize(("micro_steps", "shards"), [(3, 8), (1, 1)])
 def test_every_document_comes_once_on_any_numbers_of_ranks(micro_steps: int, shards: int, tmp_path: Path) -> None:
     seen: Counter[int] = Counter()
     state: State | None = None

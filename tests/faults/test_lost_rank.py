@@ -5,9 +5,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,19 @@ AT_ONCE = 10
 KINDS = ("stop", "kill", "raise")
 PHASES = ("agreement", "forward", "backward")
 BATCHES = ("placed", "packs")
+
+
+def pairs(kinds: Sequence[str], places: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Every kind at every place; batches alternate."""
+    return [
+        (kind, place, BATCHES[(one + other) % 2])
+        for one, kind in enumerate(kinds)
+        for other, place in enumerate(places)
+    ]
+
+
+HARMS = pairs(KINDS, PHASES)
+APART = pairs(("skips", "has one more", "exits"), WHERE)
 # What survivors say of the rank.
 WORDS = {"raise": "left: ValueError: this batch is bad", "kill": "does not answer", "stop": "does not answer"}
 ERRORS = {"raise": ("PeerLostError",), "kill": ("PeerLostError",), "stop": ("StepTimeoutError", "PeerLostError")}
@@ -47,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple[
     folder = tmp_path_factory.mktemp("runs")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         started: dict[Case, tuple[Harm, Path, Future]] = {}
-        for number, case in enumerate(product(KINDS, PHASES, BATCHES)):
+        for number, case in enumerate(HARMS):
             kind, phase, batches = case
             harm, place = Harm(HARMED, kind, number % 3, number // 2 % 2, phase, batches), folder.joinpath(*case)
             started[case] = harm, place, pool.submit(_run, harm, place)
@@ -60,9 +72,7 @@ def _place(harm: Harm) -> str:
     return place if harm.phase == "agreement" else f"{place}, layer {harm.layer}, {harm.phase}"
 
 
-@pytest.mark.parametrize("batches", BATCHES)
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "phase", "batches"), HARMS)
 def test_survivors_name_the_rank_and_the_place_and_leave_without_another_step(
     kind: str, phase: str, batches: str, runs: dict[Case, tuple[Harm, Path, Future]]
 ) -> None:
@@ -81,9 +91,9 @@ def test_survivors_name_the_rank_and_the_place_and_leave_without_another_step(
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Apart, Future]]:
     """Runs in which a rank does something else than the others, some of them at once. Deadlines are the default ones;
-    `scripts/faults/ranks_apart.py` has the other kinds and numbers of ranks, at the usual pace."""
+    `scripts/faults/ranks_apart.py` has all kinds, places, batches and numbers of ranks, at the usual pace."""
     folder = tmp_path_factory.mktemp("apart")
-    cases = [Apart(*case, HARMED) for case in product(("skips", "has one more", "exits"), WHERE, BATCHES)]
+    cases = [Apart(*case, HARMED) for case in APART]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
             one: pool.submit(start_ranks, WORLD, train, folder / str(at), one, folder / str(at), True, {})
@@ -92,9 +102,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Apart, Futu
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("batches", BATCHES)
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("kind", ["skips", "has one more", "exits"])
+@pytest.mark.parametrize(("kind", "where", "batches"), APART)
 def test_ranks_that_wait_for_one_that_went_elsewhere_name_it_long_before_a_deadline(
     kind: str, where: str, batches: str, apart: dict[Apart, Future]
 ) -> None:

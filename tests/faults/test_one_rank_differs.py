@@ -397,7 +397,7 @@ CASES = [
     *(("later", name, "placed") for name in AFTER_THE_FIRST_STEP),
     *(("compiled", name, "placed") for name in OF_CALLS),
     *(("recomputed", name, "placed") for name in WITH_RECOMPUTATION),
-    *(("later", name, "packs") for name in OF_PACKS),
+    *(("later", name, "packs") for name in OF_PACKS[::2]),  # packs and placed batches are compared by the same code
 ]
 
 

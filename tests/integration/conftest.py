@@ -11,9 +11,11 @@ from support.commands import REPOSITORY
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch, one_core: None) -> ModuleType:
-    """`scripts/models/sweep.py`, which compares a step on ranks with the same documents each alone."""
+    """`scripts/models/sweep.py`, which compares a step on ranks with the same documents each alone: here on three."""
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "models")
-    return importlib.import_module("sweep")
+    sweep = importlib.import_module("sweep")
+    monkeypatch.setattr(sweep, "RANKS", (3,))
+    return sweep
 
 
 @pytest.fixture

@@ -50,8 +50,9 @@ from support.ranks import run_ranks
 from support.training import quiet_arguments
 
 
+KINDS = ("llama", "gemma3")
 WORLD = 2
-STEPS, MANY_STEPS = 4, 10
+STEPS = 4
 ROWS = 2 * STEPS  # two epochs
 # Of answers, in turn: one is longer than all others together.
 LENGTHS = (20, 4, 9, 30, 6, 200, 3, 12)
@@ -160,7 +161,7 @@ def _policy(
     args = config(
         **arguments(folder, per_device_train_batch_size=1, **settings),
         num_generations=generations,
-        max_completion_length=48,
+        max_completion_length=24,
         beta=0.1,
         temperature=1.0,
     )
@@ -244,22 +245,18 @@ _reward = partial(_preferences, RewardTrainer, RewardConfig, ("chosen", "rejecte
 _grpo, _rloo = partial(_policy, GRPOTrainer, GRPOConfig), partial(_policy, RLOOTrainer, RLOOConfig)
 # With models of two kinds.
 TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
-    "dpo": partial(_dpo, **IN_PARTS, max_steps=MANY_STEPS),
+    "dpo": partial(_dpo, **IN_PARTS),
     "kto": partial(_preferences, KTOTrainer, KTOConfig, ("completion",)),
-    "grpo": partial(_grpo, max_steps=MANY_STEPS),
+    "grpo": partial(_grpo),
 }
 # Whose batches have several answers to a prompt.
-COMPARED_LONGER = ("dpo", "reward", "grpo", "rloo")
-WITH_PROMPTS = (*COMPARED_LONGER, "sft, one prompt")
+WITH_PROMPTS = ("dpo", "reward", "grpo", "rloo", "sft, one prompt")
 OF_TIME = re.compile(r"time|per_second")
 # With one kind of model.
 MORE_TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
-    "dpo, lora": partial(_dpo, lora=True, max_steps=MANY_STEPS),
-    "reward": partial(_reward, gradient_checkpointing=True, max_steps=MANY_STEPS),
-    "reward, lora": partial(_reward, lora=True, gradient_accumulation_steps=2, max_steps=MANY_STEPS),
-    "grpo, lora": partial(_grpo, lora=True, generations=4, **IN_PARTS, max_steps=MANY_STEPS),
-    "rloo": partial(_rloo, generations=4, **IN_PARTS, max_steps=MANY_STEPS),
-    "rloo, lora": partial(_rloo, lora=True, max_steps=MANY_STEPS),
+    "reward, lora": partial(_reward, lora=True, **IN_PARTS),
+    "grpo, lora": partial(_grpo, lora=True, generations=4, **IN_PARTS),
+    "rloo": partial(_rloo, generations=4, **IN_PARTS),
     "accumulation": partial(_trainer, gradient_accumulation_steps=2, gradient_checkpointing=True),
     "a stream": partial(_trainer, streams=True, per_device_train_batch_size=1, **OWN_BATCHES),
     "a loss of one's own": partial(_trainer, loss=_shifted_loss),
@@ -314,27 +311,35 @@ def _train(folder: Path, implementation: str, kind: str) -> dict[str, Result]:
     return results
 
 
-def _train_both(folder: Path, kind: str) -> tuple[dict[str, Result], dict[str, Result]]:
-    """With sdpa, before this process has attached anything, and with distca."""
-    return _train(folder, "sdpa", kind), _train(folder, "distca", kind)
+def _train_all(folder: Path) -> list[dict[str, dict[str, Result]]]:
+    """By kind of model: with sdpa, before this process has attached anything, and with distca."""
+    return [{kind: _train(folder / kind, attention, kind) for kind in KINDS} for attention in ("sdpa", "distca")]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_trainers_have_the_losses_of_sdpa(kind: str, tmp_path: Path) -> None:
-    folder = save_models(kind, tmp_path)
-    (usual, ours), (_, of_other_rank) = run_ranks(WORLD, _train_both, tmp_path / "ranks", folder, kind)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, dict[str, Result]]]]:
+    """What ranks have trained. One set of processes imports all trainers."""
+    folder = tmp_path_factory.mktemp("trainers")
+    for kind in KINDS:
+        save_models(kind, folder / kind)
+    results: list[list[dict[str, dict[str, Result]]]] = run_ranks(WORLD, _train_all, folder / "ranks", folder)
+    return results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainers_have_the_losses_of_sdpa(kind: str, trained: list[list[dict[str, dict[str, Result]]]]) -> None:
+    (usual, ours), (_, of_other_rank) = ([of_kinds[kind] for of_kinds in of_rank] for of_rank in trained)
 
     for name, (logs, weights, divided, shared) in ours.items():
         expected, expected_weights, *_ = usual[name]
-        steps = MANY_STEPS if name.startswith(COMPARED_LONGER) else STEPS
-        assert len(logs) == len(expected) == steps + 1, name  # one is of the whole training
+        assert len(logs) == len(expected) == STEPS + 1, name  # one is of the whole training
         for number, (log, of_sdpa) in enumerate(zip(logs, expected, strict=True)):
             for key, value in of_sdpa.items():
                 if OF_TIME.search(key) or (number == 0 and key == "rewards/accuracies"):  # all rewards are 0 there
                     continue
                 expected_value = pytest.approx(value, rel=LARGEST_DIFFERENCE, abs=LARGEST_DIFFERENCE)
                 assert log[key] == expected_value, (name, number, key)
-        assert len({log["grad_norm"] for log in logs[:-1]}) > steps / 2, name
+        assert len({log["grad_norm"] for log in logs[:-1]}) > STEPS / 2, name
         for weight, value in expected_weights.items():
             torch.testing.assert_close(
                 weights[weight], value, atol=LARGEST_DIFFERENCE, rtol=0, msg=f"{name}: {weight}"

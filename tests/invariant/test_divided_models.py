@@ -173,14 +173,11 @@ EP_OF_SHARDS = {"fsdp_size": 4, "ep_size": 2}
 ALL = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
 REPLICAS = {"dp_replicate_size": 2, "fsdp_size": 2}
 RUNS = [
-    Run("qwen3_moe", EP, {"fsdp2", "ep2"}, "trainer"),
     Run("qwen3_moe", EP, {"fsdp2", "ep2"}, "trainer", "packs"),
     Run("qwen3_moe", EP, {"fsdp2", "ep2"}, "plain"),
     Run("qwen3_moe", EP_OF_SHARDS, {"fsdp4", "efsdp2 ep2"}, "trainer"),
     Run("qwen3_moe", ALL, {"fsdp2", "fsdp2 tp2", "ep4"}, "trainer"),
     Run("qwen3_moe", ALL, {"fsdp2", "fsdp2 tp2", "ep4"}, "trainer", "packs"),
-    Run("qwen3_moe", ALL, {"fsdp2", "fsdp2 tp2", "ep4"}, "plain"),
-    Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "trainer"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "trainer", "packs"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "plain"),
     Run("qwen3_5", {"tp_size": 2, "fsdp_size": 2}, {"fsdp2", "fsdp2 tp2"}, "trainer"),

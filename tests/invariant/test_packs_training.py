@@ -109,7 +109,6 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing
 
 
 RUNS = [
-    Run("collator", "callback", 2, "ddp", 1),
     Run("collator", "attach", 2, "fsdp2", 3, "fsdp", kv_residency="refetch"),
     Run("packed dataset", "attach", 2, "ddp", 3, "trl", kv_residency="refetch"),
     Run("packed dataset", "callback", 2, "fsdp2", 1, "trl", steps=MANY_STEPS),

@@ -27,13 +27,11 @@ def with_placed(*arguments: Any, checkpointing: str = "") -> placed.Run:
 RUNS: list[tuple[int, placed.Run | packs.Run]] = [
     (1, with_placed(1, "none", "plain", 1)),
     (1, with_placed(2, "ddp", "plain", 3)),
-    (1, with_placed(2, "fsdp2", "trainer", 1, checkpointing="non-reentrant")),
     (2, with_placed(2, "fsdp2", "trainer", 3)),
     (1, with_placed(2, "fsdp2", "trainer", 1, checkpointing="offloaded, tiles")),
     (2, with_placed(2, "ddp", "trainer", 1, checkpointing="reentrant")),
     (2, with_placed(2, "zero3", "sft", 1, checkpointing="trl")),
     (1, with_placed(2, "zero3", "trainer", 3, checkpointing="reentrant")),
-    (1, with_placed(1, "none", "sft", 3)),
     (1, with_packs("collator", 1, "none", 1)),
     (1, with_packs("packed dataset", 2, "fsdp2", 3, "trl")),
     (2, with_packs("collator", 2, "zero3", 1)),

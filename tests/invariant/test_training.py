@@ -27,7 +27,6 @@ RUNS = [
     Run("llama", 2, "ddp", "plain", 3),
     Run("qwen3", 2, "ddp", "trainer", 1, "refetch", checkpointing="reentrant"),
     Run("llama", 4, "ddp", "trainer", 3, "keep"),
-    Run("qwen3", 4, "ddp", "plain", 1, "refetch", steps=MANY_STEPS),
     Run("llama", 2, "fsdp2", "plain", 1, "keep"),
     Run("qwen3", 2, "fsdp2", "trainer", 1, checkpointing="selective"),
     Run("qwen3", 2, "fsdp2", "trainer", 1, "keep", checkpointing="fsdp"),
@@ -42,7 +41,6 @@ RUNS = [
     Run("llama", 2, "ddp", "trainer", 3, "refetch", checkpointing="non-reentrant", lora=True),
     Run("qwen3", 2, "fsdp2", "trainer", 1, "refetch", checkpointing="non-reentrant", lora=True),
     Run("llama", 2, "fsdp2", "trainer", 3, checkpointing="offloaded, tiles"),
-    Run("qwen3", 2, "fsdp1", "trainer", 1, checkpointing="offloaded, tiles"),
     Run("llama", 2, "zero2", "trainer", 1, checkpointing="offloaded, tiles"),
     Run("qwen3", 2, "ddp", "trainer", 1, checkpointing="offloaded, tiles", lora=True),
 ]

@@ -26,7 +26,6 @@ SEEDS, RANKS = st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3, 4, 5, 8])
 
 
 @pytest.mark.parametrize("kind", ["in place", "moved", "striped"])
-@settings(max_examples=100)
 @given(seed=SEEDS, num_ranks=RANKS, head_groups=st.sampled_from([1, 1, 2, 3, 4]))
 def test_outputs_and_gradients_equal_unsplit_attention(kind: str, seed: int, num_ranks: int, head_groups: int) -> None:
     """Wherever queries and heads are computed."""

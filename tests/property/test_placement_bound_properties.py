@@ -63,7 +63,6 @@ def random_sharding(lengths: list[int], num_ranks: int, rng: random.Random) -> L
     return Layout.from_segments(lengths, ranks)
 
 
-@settings(max_examples=150)
 @given(seed=SEEDS, num_ranks=st.sampled_from([1, 2, 3, 5, 8, 16]))
 def test_bound_is_never_above_the_bytes_of_any_layout(seed: int, num_ranks: int) -> None:
     rng = random.Random(seed)

@@ -164,7 +164,6 @@ def assert_stripes_lie_evenly_on_whole_nodes(layout: Layout, case: Case) -> None
         assert on_node.max() - on_node.min() <= 1
 
 
-@settings(max_examples=150)
 @given(case=CASES, cost=st.sampled_from(list(COSTS)))
 def test_every_token_is_placed_once_and_tokens_are_equal(case: Case, cost: str) -> None:
     lengths = case.lengths
@@ -174,7 +173,6 @@ def test_every_token_is_placed_once_and_tokens_are_equal(case: Case, cost: str) 
     assert_stripes_lie_evenly_on_whole_nodes(layout, case)
 
 
-@settings(max_examples=120)
 @given(case=NORMAL, cost=st.sampled_from(list(COSTS)))
 def test_work_is_equal_for_any_cost(case: Case, cost: str) -> None:
     layout = case.place(COSTS[cost])
@@ -183,7 +181,6 @@ def test_work_is_equal_for_any_cost(case: Case, cost: str) -> None:
     assert max(work) <= 1.01 * sum(work) / len(work)
 
 
-@settings(max_examples=100)
 @given(case=CASES)
 def test_work_of_tiny_batches_is_equal_within_whole_tokens(case: Case) -> None:
     """A rank may have one token more, and misses its goal by a token; on a node that did, by two."""

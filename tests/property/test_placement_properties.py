@@ -112,7 +112,6 @@ def test_every_token_is_placed_once_and_tokens_are_equal_within_one(batch: Batch
     assert not padding_rows(layout).any()
 
 
-@settings(max_examples=300)
 @given(batch=NORMAL_BATCH)
 def test_work_of_a_normal_batch_is_equal_within_the_promised_share(batch: Batch) -> None:
     lengths, num_ranks = batch.lengths, batch.num_ranks
@@ -122,7 +121,6 @@ def test_work_of_a_normal_batch_is_equal_within_the_promised_share(batch: Batch)
     assert deviations(layout).max() <= 0.008 * layout.rank_work.mean()
 
 
-@settings(max_examples=300)
 @given(batch=TINY_BATCH)
 def test_work_of_a_tiny_batch_is_equal_within_what_whole_tokens_allow(batch: Batch) -> None:
     """One token more is up to one context of work more, and work is met to within one token's context."""
@@ -132,7 +130,6 @@ def test_work_of_a_tiny_batch_is_equal_within_what_whole_tokens_allow(batch: Bat
     assert deviations(layout).max() <= 2 * max(lengths) + 0.008 * layout.rank_work.mean()
 
 
-@settings(max_examples=200)
 @given(batch=ANY_BATCH)
 def test_rows_of_every_placed_rank_are_read_in_order(batch: Batch) -> None:
     assert reads_rows_in_order(place(batch.lengths, batch.num_ranks))

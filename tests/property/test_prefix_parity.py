@@ -153,7 +153,6 @@ MASKS = st.one_of(
 )
 
 
-@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_ranks=st.sampled_from([1, 2, 3, 4]),
@@ -174,7 +173,6 @@ def test_attention_is_that_of_whole_documents(
     assert max(differences(layout, mask, num_chunks, seed)) < 1e-12
 
 
-@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.sampled_from([1, 2, 3, 4]), window=st.sampled_from([None, 7, 30]))
 def test_placed_documents_are_even_and_computed_once(seed: int, num_ranks: int, window: int | None) -> None:
     rng = random.Random(seed)

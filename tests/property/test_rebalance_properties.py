@@ -55,7 +55,6 @@ def check_balance(plan: Plan, head_groups: int) -> None:
     assert work.max(initial=0) <= (1 + TOLERANCE) * mean + slack_of(plan.layout, mean) + 2 * query
 
 
-@settings(max_examples=150)
 @given(SEEDS, RANKS, HEAD_GROUPS, st.booleans())
 def test_every_query_is_computed_once_and_ranks_end_near_the_mean(
     seed: int, num_ranks: int, head_groups: int, spanning: bool

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
@@ -77,13 +77,11 @@ ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8], CAUSAL | WINDOWS_AND
 # --- all plans
 
 
-@settings(max_examples=200)
 @given(case=ANY)
 def test_every_query_attends_to_what_its_mask_shows_exactly_once(case: Case) -> None:
     check_attention(case.simulated())
 
 
-@settings(max_examples=200)
 @given(case=ANY)
 def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
     simulation = case.simulated()
@@ -101,7 +99,6 @@ def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
     assert received_bytes(simulation.plan, tokens).tolist() == between.sum(axis=0).tolist()
 
 
-@settings(max_examples=200)
 @given(case=ANY)
 def test_calls_read_rows_of_their_chunk_and_backward_those_of_all(case: Case) -> None:
     """And rows that come twice are known, and all orders are those of documents."""
@@ -113,7 +110,6 @@ def test_calls_read_rows_of_their_chunk_and_backward_those_of_all(case: Case) ->
     check_kept(simulation)
 
 
-@settings(max_examples=200)
 @given(case=ANY)
 def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
     """And remote-query rows are the queries of tasks that have any from elsewhere, tasks whole."""
@@ -134,7 +130,6 @@ def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
         assert routing.queries.num_rows == len(remote_queries)
 
 
-@settings(max_examples=200)
 @given(case=ANY)
 def test_key_transfers_are_what_the_routings_send(case: Case) -> None:
     world, num_ranks = case.simulated(), case.num_ranks
@@ -154,7 +149,6 @@ def test_key_transfers_are_what_the_routings_send(case: Case) -> None:
 # --- queries stay where they are
 
 
-@settings(max_examples=120)
 @given(case=IN_PLACE)
 def test_all_own_rows_are_one_call(case: Case) -> None:
     """In the order of the layout; its tasks are the longest ranges of consecutive tokens."""
@@ -174,7 +168,6 @@ def test_all_own_rows_are_one_call(case: Case) -> None:
             assert (document, last + 1) != (other, first)
 
 
-@settings(max_examples=120)
 @given(case=IN_PLACE)
 def test_stored_keys_are_read_by_as_few_calls_as_can_be(case: Case) -> None:
     """In a chunk a new call begins only where queries do not follow each other, or keys of the remote KV do not."""
@@ -184,7 +177,6 @@ def test_stored_keys_are_read_by_as_few_calls_as_can_be(case: Case) -> None:
                 assert (call.query_stop, call.key_stop) != (following.query_start, following.key_start)
 
 
-@settings(max_examples=120)
 @given(case=IN_PLACE)
 def test_late_work_is_the_same_on_all_ranks(case: Case) -> None:
     """A share of what each has for itself, so that no rank waits for another one's results; not more than any has."""
@@ -216,7 +208,6 @@ def test_placed_layouts_are_routed_as_exactly(lengths: list[int], num_ranks: int
 # --- heads are divided
 
 
-@settings(max_examples=120)
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.integers(1, 12), head_groups=st.integers(1, 9))
 def test_ranks_of_a_stripe_have_equal_work(seed: int, num_ranks: int, head_groups: int) -> None:
     """To within the context of the tokens at the two borders of a share."""

@@ -3,7 +3,7 @@
 import random
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.analysis.simulate.costs import Tiles
@@ -31,7 +31,6 @@ def work_of(tiles: Tiles, num_ranks: int, head_groups: int) -> list[int]:
     return list(work.tolist())
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.sampled_from([1, 2, 8]))
 def test_pairs_of_tiles_are_the_work_of_a_plan(seed: int, num_ranks: int, head_groups: int) -> None:
     for plan in drawn(seed, num_ranks, head_groups):
@@ -42,7 +41,6 @@ def test_pairs_of_tiles_are_the_work_of_a_plan(seed: int, num_ranks: int, head_g
         assert work_of(Tiles.of(plan, mask), num_ranks, 1) == plan.layout.rank_work_of(mask).tolist()
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.sampled_from([1, 2, 8]))
 def test_what_does_not_wait_is_work_on_rows_of_the_rank(seed: int, num_ranks: int, head_groups: int) -> None:
     """Squares of tasks whose rank holds all their queries; task by task, against owners token by token."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.comm.transport import Transport
@@ -111,7 +111,6 @@ def drawn_plan(seed: int, num_ranks: int) -> Plan:
     return plan_in_place(layout) if kind == "in place" else random_plan(rng, layout, rng.choice([1, 2]))
 
 
-@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),

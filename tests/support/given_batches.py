@@ -65,11 +65,13 @@ def packed(lengths: Sequence[int], seed: int, form: str = "positions") -> Batch:
 
 
 def padded(lengths: Sequence[int], seed: int, side: str = "right") -> Batch:
-    """Returns a row for each document, padded on a side; without a mask if the side is "none"."""
+    """Returns a row for each document, padded on a side, or on "both"; without a mask if the side is "none"."""
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
     for row, document_ids in enumerate(ids_of(lengths, seed)):
-        at = slice(0, len(document_ids)) if side != "left" else slice(ids.shape[1] - len(document_ids), None)
+        free = ids.shape[1] - len(document_ids)
+        before = {"left": free, "both": free // 2}.get(side, 0)
+        at = slice(before, before + len(document_ids))
         ids[row, at], mask[row, at], labels[row, at] = document_ids, 1, document_ids
         labels[row, at.start] = -100
     return {"input_ids": ids, "labels": labels} | ({} if side == "none" else {"attention_mask": mask})

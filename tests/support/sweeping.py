@@ -16,7 +16,7 @@ def config_class_of(kind: Any, model_type: str) -> type[PreTrainedConfig]:
 
 
 def assert_works(sweep: ModuleType, kind: Any, model_type: str, largest_difference: float = 1e-5) -> None:
-    """Asserts that a step on 1, 2 and 3 ranks has the loss and gradients of every document alone."""
+    """Asserts that a step on ranks has the loss and gradients of every document alone."""
     outcome = sweep.examine(config_class_of(kind, model_type), kind)
 
     assert outcome.verdict == sweep.WORKS, f"{outcome.model_class}: {outcome.verdict}: {outcome.detail}"

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +10,15 @@ import pytest
 
 import distca_hf
 from distca_hf import errors, when_imported
+from support.forked import run_forked, run_fresh
 
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets")
 LIST_HEAVY = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
 
 
-def run_fresh(program: str, *arguments: str) -> str:
-    """What a program prints in a fresh interpreter, or the last line of its error."""
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_launcher_packing_and_planning_import_neither_torch_nor_transformers() -> None:
+    statements = (
         "import distca_hf",
         "from distca_hf import ConfigError, __version__",
         "import distca_hf.run, distca_hf.recipe",
@@ -33,10 +26,10 @@ def run_fresh(program: str, *arguments: str) -> str:
         "import distca_hf.placement.place, distca_hf.data.epochs, distca_hf.data.collate",
         "import distca_hf.planning.plan, distca_hf.planning.routing, distca_hf.layout",
         "import distca_hf.batches.placed, distca_hf.analysis.command",
-    ],
-)
-def test_launcher_packing_and_planning_import_neither_torch_nor_transformers(statement: str) -> None:
-    assert run_fresh(f"{statement}\n{LIST_HEAVY}") == "[]"
+    )
+    program = "".join(f"{statement}\n{LIST_HEAVY}\n" for statement in statements)
+    imported = run_fresh(program).splitlines()
+    assert dict(zip(statements, imported, strict=True)) == dict.fromkeys(statements, "[]")
 
 
 def test_plugin_refuses_a_setting_without_transformers() -> None:
@@ -48,23 +41,9 @@ def test_plugin_refuses_a_setting_without_transformers() -> None:
     assert run_fresh(program) == "False"
 
 
-# Forks a process for every order of imports that it is given, and prints what each of them answers. What takes seconds
-# to import is there before; neither Transformers nor distca_hf is, which register with each other.
-ORDERS = """
-import os, sys
-import accelerate, datasets, scipy.optimize, torch._dynamo, torch.distributed.tensor
-
-assert not {"transformers", "distca_hf"} & sys.modules.keys()
-for order in sys.argv[1:]:
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        exec(order)
-        from transformers import AttentionInterface, AttentionMaskInterface
-        print("distca" in AttentionInterface(), "distca" in AttentionMaskInterface())
-        sys.stdout.flush()
-        os._exit(0)  # to take everything down again would cost as much as an import
-    os.waitpid(child, 0)
+REGISTERED = """
+from transformers import AttentionInterface, AttentionMaskInterface
+print("distca" in AttentionInterface(), "distca" in AttentionMaskInterface())
 """
 
 
@@ -77,7 +56,7 @@ def test_distca_is_registered_whichever_package_is_imported_first() -> None:
         "the patch first": "import distca_hf.patches.attention",
         "the watch of models first": "import distca_hf.integrations.models.forward_watch",
     }
-    printed = run_fresh(ORDERS, *orders.values()).splitlines()
+    printed = run_forked(*(order + REGISTERED for order in orders.values()))
 
     assert dict(zip(orders, printed, strict=True)) == dict.fromkeys(orders, "True True")
 

@@ -25,65 +25,27 @@ DISPATCHED = TokenBytes(query=8192, output=0, key_value=4096)
 # mix, ranks, K tokens per rank, documents | max/mean before, after, min/mean | MB: per rank, largest sender, receiver
 ROWS = """
 pretrain    4  128    163    1.71   1.000  1.000   100     400   139
-pretrain    4  256    164    1.72   1.000  1.000   200     800   279
-pretrain    4  512    164    1.72   1.000  1.000   401    1602   560
-pretrain    8  128    286    3.47   1.136  0.900   183    1340   336
 pretrain    8  256    286    3.47   1.042  0.959   430    3170   947
-pretrain    8  512    286    3.46   1.071  0.937   862    6356  1873
-pretrain   32  128    941    4.67   1.103  0.911   302    2858   684
-pretrain   32  256    942    4.80   1.110  0.917   621    5728  1574
 pretrain   32  512    942    4.88   1.070  0.933  1273   13332  3025
 pretrain   64  128   1936    4.80   1.153  0.918   301    2847   685
-pretrain   64  256   1936    4.94   1.172  0.930   599    5680  1466
-pretrain   64  512   1937    5.01   1.125  0.920  1174   13298  3105
-pretrain  512  128  15623    5.48   3.601  0.901   305    4078   800
-pretrain  512  256  15635    5.49   1.200  0.906   606    9048  1552
-pretrain  512  512  15635    5.39   3.176  0.901  1198   19558  3121
-prolong     4  128    185    1.48   1.059  0.916    65     260   137
-prolong     4  256    378    1.25   1.166  0.913    32     128   128
 prolong     4  512    753    1.22   1.032  0.973   110     282   282
-prolong     8  128    382    1.63   1.190  0.929    53     253   131
-prolong     8  256    757    1.43   1.164  0.912    62     369   228
 prolong     8  512   1408    5.79   1.000  1.000   857    6855  1094
 prolong    32  128   1432   11.29   1.115  0.920   366    9156   536
-prolong    32  256   2697   10.00   1.105  0.935   627   11809   954
-prolong    32  512   5234    5.63   1.165  0.931   846    8378  1657
-prolong    64  128   2777   10.96   1.184  0.902   368    9934   713
 prolong    64  256   5387   12.57   1.212  0.904   593   18172  1162
-prolong    64  512  10128    8.67   1.192  0.905   863   12300  1582
-prolong   512  128  22079   13.74   3.983  0.900   292   18993   678
-prolong   512  256  43482   21.08   3.921  0.900   490   50682  1332
-prolong   512  512  83417   10.32   4.347  0.901   855   14949  1570
 half        8  128    132    1.94   1.000  1.000   459     918   918
 half        8  512    516    1.98   1.000  1.000  1869    3737  3737
 half      512  128   8448    1.94   1.000  1.000   459     918   918
-half      512  512  33024    1.98   1.000  1.000  1869    3737  3737
 onelong   256  128   8161   28.54   1.111  1.000   400  102505   530
-onelong   512  128  16353   30.17  30.166  0.943     0       0     0
 """
 
 # mix, ranks, K tokens per rank | tolerance | max/mean, min/mean | GB: moved, largest sender
 TOLERANCES = """
 pretrain   64  512   0.0  1.000  1.000   88.8  17.5
-pretrain   64  512  0.01  1.020  0.991   86.2  15.6
-pretrain   64  512  0.02  1.064  0.982   83.4  13.8
 pretrain   64  512  0.05  1.078  0.955   77.0  13.3
-pretrain   64  512   0.1  1.125  0.920   75.1  13.3
-pretrain   64  512  0.15  1.265  0.862   73.4  11.4
-pretrain   64  512   0.2  1.265  0.810   71.0  11.4
 pretrain   64  512   0.3  1.968  0.729   65.6   9.0
-prolong    64  512   0.0  1.000  1.000   63.3  12.3
 prolong    64  512  0.01  1.018  0.991   61.5  12.3
-prolong    64  512  0.02  1.030  0.980   60.2  12.3
-prolong    64  512  0.05  1.063  0.950   57.3  12.3
 prolong    64  512   0.1  1.192  0.905   55.2  12.3
-prolong    64  512  0.15  1.192  0.878   54.7  12.3
 prolong    64  512   0.2  1.372  0.814   53.7  12.3
-prolong    64  512   0.3  1.372  0.715   52.0  12.3
-pretrain  512  128   0.0  1.000  1.000  179.6   5.7
-pretrain  512  128  0.01  1.084  0.990  174.1   5.7
-pretrain  512  128  0.05  1.378  0.950  164.0   5.5
-pretrain  512  128   0.1  3.601  0.901  156.3   4.1
 """
 
 
@@ -129,11 +91,6 @@ def test_it_reproduces_other_tolerances(row: list[str]) -> None:
     assert_within(plan.work.min() / plan.work.mean(), least)
     assert_within(sent.sum() / 1e9, moved)
     assert_within(sent.sum(axis=1).max() / 1e9, sender)
-
-
-def test_without_a_tolerance_all_ranks_end_at_the_mean() -> None:
-    plan = plan_row("pretrain", "512", "128", 0.0)
-    assert plan.imbalance < 1.001
 
 
 def test_a_move_takes_the_middle_of_a_document() -> None:

@@ -28,6 +28,8 @@ from distca_hf.layout import Topology
 from support.models import tiny_config
 
 
+pytestmark = pytest.mark.usefixtures("few_plans")
+
 PRETRAIN = Path(__file__).parents[3] / "examples" / "lengths" / "pretrain.json.gz"
 # As many of its lengths as fill a hundred micro-batches of 8 x 16,384 tokens.
 SOME = 3500

@@ -118,11 +118,12 @@ def groups_of(rng: np.random.Generator, number: int, prompt: int = 1088) -> tupl
 
 
 @pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID, WHOLE], ids=["full", "windows", "hybrid", "whole"])
-def test_shared_prefixes_are_those_of_training(model: SimulatedModel) -> None:
+def test_shared_prefixes_are_those_of_training(model: SimulatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 256 + 64 x n tokens are shared up to their last token if hidden states return, and up to the block
     before it if the loss is placed. Which row holds a prompt depends on tokens, and with it the last permille."""
     lengths, groups = groups_of(np.random.default_rng(3), 6)
     request = request_of(model, accumulation=2, batches=1)
+    monkeypatch.setattr(given, "MOST_PLANNED_RANKS", 3 * RANKS * request.accumulation)
     found = answer(request, "here", lengths, find_profile("h200"), groups=groups)
 
     assert found.sharing is not None

@@ -20,6 +20,8 @@ from distca_hf.errors import PackingError
 from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, hashes_of, num_hashes
 
 
+pytestmark = pytest.mark.usefixtures("few_plans")
+
 LENGTHS, NAMES, PREFIXES = [700, 500, 30, 650, 520], ["a", "b", None, "a", "b"], [600, 400, None, 600, 400]
 ROWS = [
     {"length": length} | ({} if name is None else {"group": name, "prefix_tokens": prefix})

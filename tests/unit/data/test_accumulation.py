@@ -146,7 +146,7 @@ def saved(loader: PlacedLoader) -> dict[str, Any]:
     return json.loads(json.dumps(loader.state_dict()))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), micro_steps=st.integers(2, 5), steps_from=st.integers(0, 7))
 def test_every_step_has_the_documents_that_it_was_packed_with(seed: int, micro_steps: int, steps_from: int) -> None:
     rng = random.Random(seed)

@@ -21,8 +21,8 @@ from distca_hf.planning.transfers import key_transfers
 
 FOLDER = Path(__file__).parents[3] / "examples" / "lengths"
 NAMES = ("pretrain", "prolong")
-# Micro-batches looked at per case, spread over an epoch: as many as take about half a second.
-LOOKED_AT = {2: 100, 8: 60, 64: 12}
+# Micro-batches looked at per case, spread over an epoch.
+LOOKED_AT = {2: 24, 8: 16, 64: 4}
 
 
 @cache
@@ -66,7 +66,7 @@ def test_ranks_hold_equal_tokens_and_compute_equal_work(name: str, num_ranks: in
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_of_an_epoch_is_under_one_percent(name: str) -> None:
     num_ranks, tokens_per_rank = 8, 32 * 1024
-    lengths = lengths_of(name, num_ranks * tokens_per_rank)
+    lengths = lengths_of(name, num_ranks * tokens_per_rank)[::4]
     epoch = EpochPacker(lengths, num_ranks * tokens_per_rank).epoch(0)
     planner = planner_of(num_ranks, tokens_per_rank)
     rows = tokens = 0

@@ -318,8 +318,14 @@ SHOWN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @trainer_counts_predicted_tokens
-@pytest.mark.parametrize("kind", ["stored", "hidden", "made"])
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "stored") for name in SHOWN),
+        *(("a mask", "hidden"), ("columns that no model takes", "hidden")),
+        *(("no labels", "made"), ("labels and masks", "made")),
+    ],
+)
 def test_labels_are_those_of_the_trainer_alone(
     name: str, kind: str, make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:

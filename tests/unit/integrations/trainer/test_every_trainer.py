@@ -1,9 +1,6 @@
 """`--attach` and DISTCA_ATTACH: every Trainer that trains is attached for that long, and once."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.patches.every_trainer import every_trainer as patch
 from support.commands import REPOSITORY
 from support.data import random_dataset
+from support.forked import run_forked, run_fresh
 from support.models import tiny_model
 
 
@@ -222,31 +220,37 @@ PROGRAM = """
 import sys
 {first}
 from transformers import Trainer
-print(hasattr(Trainer.train, "_distca_attaches"), "distca_hf" in sys.modules, *sys.argv[1:])
+print(hasattr(Trainer.train, "_distca_attaches"), "distca_hf" in sys.modules)
+"""
+# Does what distca_startup.pth does when a process starts.
+STARTED = """
+import os
+if value := {value!r}:
+    os.environ["DISTCA_ATTACH"] = value
+    value == "0" or __import__("distca_startup")
 """
 
 
-@pytest.mark.parametrize(
-    ("value", "first", "printed"),
-    [
+def test_variable_acts_in_every_process_of_a_trainer() -> None:
+    cases = [
         ("1", "import distca_hf", "True True"),
         ("1", "import transformers.trainer, distca_hf", "True True"),
         ("0", "import distca_hf", "False True"),
         ("", f"import runpy; runpy.run_path({str(REPOSITORY / 'examples/ms_swift_plugin.py')!r})", "True True"),
-        ("1", "", "True True"),
         ("yes", "", "environment variable DISTCA_ATTACH='yes' is neither 1 nor 0"),
-        ("yes", "import torch; sys.exit('harmless')", "harmless"),
-    ],
-)
-def test_variable_acts_in_every_process_of_a_trainer(value: str, first: str, printed: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM.format(first=first))
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"DISTCA_ATTACH": value, "PYTHONPATH": ":".join(sys.path)},
-    )
+    ]
+    printed = run_forked(*(STARTED.format(value=value) + PROGRAM.format(first=first) for value, first, _ in cases))
 
-    assert printed in (done.stdout if done.returncode == 0 else done.stderr)
+    for line, (value, first, expected) in zip(printed, cases, strict=True):
+        assert expected in line, (value, first)
+
+
+@pytest.mark.parametrize(
+    ("value", "first", "printed"),
+    [("1", "", "True True"), ("yes", "import torch; print('harmless'); sys.exit()", "harmless")],
+)
+def test_variable_acts_as_a_process_starts(
+    value: str, first: str, printed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTCA_ATTACH", value)
+    assert run_fresh(PROGRAM.format(first=first)) == printed

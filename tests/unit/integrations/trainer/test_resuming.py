@@ -142,8 +142,7 @@ def test_progress_bar_ends_with_the_new_number_of_steps(tmp_path: Path) -> None:
     assert bars == [(run.state.max_steps, run.state.max_steps)]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1)])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("before", "after", "accumulation"), [(1, 4, 3), (4, 1, 1)])
 def test_number_of_steps_that_was_asked_for_stays(before: int, after: int, accumulation: int, tmp_path: Path) -> None:
     """In whatever epoch of the data it ends; every document is trained as often as every other one, or once more."""
     sizes = {"max_steps": 12, "gradient_accumulation_steps": accumulation}
@@ -161,8 +160,7 @@ def share_trained(seen: Counter[int]) -> float:
     return seen.total() / TOKENS.total()
 
 
-@pytest.mark.parametrize("epochs", [0.5, 1.5])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("epochs", "before", "after"), [(1.5, 1, 1), (0.5, 1, 3), (1.5, 3, 1), (0.5, 4, 2)])
 def test_fraction_of_an_epoch_is_a_share_of_its_tokens(epochs: float, before: int, after: int, tmp_path: Path) -> None:
     first, second = (Run(tmp_path, world, num_train_epochs=epochs) for world in (before, after))
     first.train(stop_at=1 if epochs < 1 else first.steps_per_epoch + 1)
@@ -174,8 +172,9 @@ def test_fraction_of_an_epoch_is_a_share_of_its_tokens(epochs: float, before: in
     assert second.state.epoch == pytest.approx(trained, abs=step_share)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("end", [{"num_train_epochs": 2}, {"num_train_epochs": 1.4}, {"max_steps": 7}])
+@pytest.mark.parametrize(
+    ("end", "world"), [({"num_train_epochs": 2}, 1), ({"num_train_epochs": 1.4}, 2), ({"max_steps": 7}, 1)]
+)
 def test_training_that_is_over_trains_nothing_more(end: dict[str, Any], world: int, tmp_path: Path) -> None:
     first = Run(tmp_path, 2, save_strategy="steps", **end).train()
     again = Run(tmp_path, world, **end).train(resume=True)
@@ -211,8 +210,7 @@ def history_of(run: Run) -> list[tuple[float, ...]]:
     return [tuple(log[name] for name in names) for log in run.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("resized", [False, True])
+@pytest.mark.parametrize(("resized", "accumulation"), [(False, 3), (True, 1)])
 def test_run_that_resumes_with_its_own_sizes_is_bit_equal(resized: bool, accumulation: int, tmp_path: Path) -> None:
     """Also where it had gone on with other sizes before: in the rest of that epoch, at its end, and later."""
     saves = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1}
