@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support import package_metadata
+from support.thorough import VARIABLE, is_thorough
 
 
 # Nothing here may reach the hub, and two cores are shared by all ranks.
@@ -21,19 +22,26 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "support" / "launched"), os.environ.get("PYTHONPATH")])
 )
 
-settings.register_profile(
-    "ci",
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("ci")
 package_metadata.read_once()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--many-steps", action="store_true", help="run 50 steps of every training with attention servers")
+    parser.addoption(
+        "--thorough", action="store_true", help="run all combinations of cases, 300 drawn examples and long trainings"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("thorough"):
+        os.environ[VARIABLE] = "1"
+    settings.register_profile(
+        "distca",
+        max_examples=300 if is_thorough() else 100,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    settings.load_profile("distca")
 
 
 # What is imported and collected stays to the end: to look through it for garbage would take a fifth of that time.

@@ -47,12 +47,13 @@ from distca_hf.integrations.models.forward_watch import watch_of
 from support.given_batches import in_double
 from support.models import VOCABULARY, tiny_config, tiny_model
 from support.ranks import run_ranks
+from support.thorough import is_thorough
 from support.training import quiet_arguments
 
 
 KINDS = ("llama", "gemma3")
 WORLD = 2
-STEPS = 4
+STEPS = 10 if is_thorough() else 4
 ROWS = 2 * STEPS  # two epochs
 # Of answers, in turn: one is longer than all others together.
 LENGTHS = (20, 4, 9, 30, 6, 200, 3, 12)

@@ -12,6 +12,7 @@ from torch import nn
 
 from support.data import random_dataset
 from support.ranks import run_ranks, start_ranks
+from support.thorough import is_thorough
 from support.training import (
     DISTRIBUTED_TYPES,
     LEARNING_RATE,
@@ -92,7 +93,7 @@ def train_alone(folder: Path, documents: Documents) -> Curve:
     ("kind", "wrap", "checkpointing", "ranks", "servers", "steps"),
     [
         ("qwen3_5", "fsdp2", "non-reentrant", 3, 0, MANY_STEPS),
-        ("nemotron_h", "zero3", "", 3, 0, STEPS),
+        ("nemotron_h", "zero3", "", 3, 0, MANY_STEPS if is_thorough() else STEPS),
         ("qwen3_5", "ddp", "", 2, 1, STEPS),
         ("qwen3_5", "zero3", "reentrant", 2, 0, STEPS),
     ],

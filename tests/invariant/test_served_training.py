@@ -12,6 +12,7 @@ import test_training as placed
 
 from support.checkpointing import LAYER_CALLS
 from support.ranks import run_ranks
+from support.thorough import is_thorough
 from support.training import DISTRIBUTED_TYPES, MANY_STEPS, References, assert_same_curve
 
 
@@ -53,10 +54,8 @@ def test_losses_follow_one_process_sdpa(
     references: References,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
-    pytestconfig: pytest.Config,
 ) -> None:
-    many_steps = pytestconfig.getoption("many_steps")
-    if many_steps:
+    if is_thorough():
         run = replace(run, steps=MANY_STEPS)
     if isinstance(run, placed.Run):
         train, expected = placed.train, placed.reference_of(run, references)
@@ -70,7 +69,7 @@ def test_losses_follow_one_process_sdpa(
     assert len(curve.losses) == run.steps
     assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
     # Norms grow in late steps of one training, and with them the differences that rounding makes.
-    assert_same_curve(curve, expected, record_property, norms=1e-3 if many_steps else 1e-4)
+    assert_same_curve(curve, expected, record_property, norms=1e-3 if is_thorough() else 1e-4)
 
 
 OPTIONS: dict[str, tuple[object, ...]] = {
