@@ -222,12 +222,12 @@ def prefix_calls(
     """
     # 1. Keys of each part in this chunk.
     part, read, first, stop = before
-    groups, begin = local.head_groups, remote_kv.starts[read, chunk]
-    first, stop = np.maximum(begin, first), np.minimum(remote_kv.stops[read, chunk], stop)
+    groups, brought = local.head_groups, remote_kv.starts[read, chunk]
+    first, stop = np.maximum(brought, first), np.minimum(remote_kv.stops[read, chunk], stop)
     some = np.flatnonzero(first < stop)
-    part, read, begin, first, stop = part[some], read[some], begin[some], first[some], stop[some]
+    part, read, brought, first, stop = part[some], read[some], brought[some], first[some], stop[some]
     per_token, keys = rows_per_token(local.head[part], groups), stop - first
-    first_row = remote_kv.offset[read, chunk] + (first - begin) * per_token
+    first_row = remote_kv.offset[read, chunk] + (first - brought) * per_token
     if layout.shared is not None:  # rows that follow each other are one rectangle; in a window, positions as well
         order = np.lexsort((first_row, part, local.head[part] != ALL_HEADS))
         part, first, stop, first_row = part[order], first[order], stop[order], first_row[order]
