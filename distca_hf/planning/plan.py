@@ -27,7 +27,7 @@ from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
 
 
 # Version of the routing, part of every fingerprint: versions that route the same tasks differently must not agree.
-PLAN_VERSION = 5
+PLAN_VERSION = 4
 # Arrays of a plan, in the order of its fingerprint and of its integers.
 LAYOUT_ARRAYS = ("document_tokens", "segment_document", "segment_start", "segment_stop", "rank_segments", "rank_rows")
 TASK_ARRAYS = ("document", "start", "stop", "rank", "head")
