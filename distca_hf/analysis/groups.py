@@ -206,7 +206,7 @@ def _row(
         if count is None:
             raise PackingError(f"{where} has {PREFIX_COLUMN} {given!r}, not a whole number")
         prefix.append(count)
-    if prefix and not path:
+    if any(prefix) and not path:
         raise PackingError(f"{where} has {PREFIX_COLUMN} {_named(prefix)} and no {GROUP_COLUMN}: name its group")
     if not path:
         return (), ()
