@@ -146,6 +146,13 @@ def test_wrong_groups_are_refused_by_row(row: dict[str, object], says: str, tmp_
         read_lengths(tmp_path / "rows.jsonl")
 
 
+def test_a_row_without_a_group_may_have_a_prefix_of_no_tokens() -> None:
+    columns = {"group": ["a", "", None], "prefix_tokens": [3, 0, "0"]}
+    groups = Groups.of_columns(columns, np.array([5, 5, 5]), "file")
+    assert groups is not None
+    assert (groups.paths, groups.prefix_tokens) == ([("a",), (), ()], [(3,), (), ()])
+
+
 def test_files_of_a_folder_must_all_have_the_columns(tmp_path: Path) -> None:
     for shard, columns in enumerate((COLUMNS, {"length": LENGTHS})):
         pq.write_table(pa.table(columns), tmp_path / f"rows-{shard}.parquet")
