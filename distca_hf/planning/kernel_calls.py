@@ -10,15 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, chained, exclusive_cumsum, offsets, run_starts, run_stops
+from distca_hf.arrays import BoolArray, IntArray, chained, exclusive_cumsum, offsets, run_starts, run_stops
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.transfers import ExchangeChunks, RemoteKV, held_keys
+from distca_hf.planning.remote_kv import RemoteKV
+from distca_hf.planning.transfers import ExchangeChunks, held_keys
+
+
+# Keys that cost as much as a query if one more rectangle has them, with four query heads to a KV head. In bf16 kernels
+# and merges read and write rows as wide as a query about 15 times, forward and backward. A key and its value, half as
+# wide together, are read, their gradients written, and added in fp32: about 8 times.
+KEYS_OF_QUERY = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +180,37 @@ def local_calls(local: LocalParts, mask: Mask) -> tuple[KernelCall, ...]:
     return tuple(calls)
 
 
+class PrefixKeys(NamedTuple):
+    """Keys before local parts, in ranges of the remote KV. Parts of all heads come first, as there. All arrays are
+    int64, of one length.
+
+    Attributes:
+        part: local part whose queries attend to them.
+        read: range of the remote KV.
+        first, stop: tokens [first, stop) of the document that holds them.
+    """
+
+    part: IntArray
+    read: IntArray
+    first: IntArray
+    stop: IntArray
+
+    @classmethod
+    def of(cls, layout: Layout, local: LocalParts, mask: Mask, remote_kv: RemoteKV) -> "PrefixKeys":
+        """Finds the keys before the first query of each part."""
+        first_key = mask.first_key(local.start)
+        part = np.flatnonzero(first_key < local.start)
+        part = part[np.argsort(local.head[part] != ALL_HEADS, kind="stable")]
+        of, document, first, stop = held_keys(layout, local.document[part], first_key[part], local.start[part])
+        part = part[of]
+        if layout.shared is None:
+            return cls(part, remote_kv.index_of(document, local.head[part], first), first, stop)
+        of, read = Ranges(document, local.head[part], first, stop, local.head_groups).overlaps(remote_kv.reads)
+        return cls(part[of], read, first[of], stop[of])
+
+
 def prefix_calls(
-    layout: Layout, local: LocalParts, mask: Mask, remote_kv: RemoteKV, chunk: int
+    layout: Layout, local: LocalParts, mask: Mask, before: PrefixKeys, remote_kv: RemoteKV, chunk: int
 ) -> tuple[KernelCall, ...]:
     """Returns calls of local parts against the keys before them that a chunk brings.
 
@@ -181,24 +218,32 @@ def prefix_calls(
         keys       | its prefix    | its prefix    | the prefix that these share  |    consecutive remote-KV rows
 
     A call ends where queries or keys are not consecutive, or heads change. With a window each part has its own call.
+    Keys before a part are several rectangles if other paths run between their rows.
     """
-    # 1. Parts with keys in this chunk; parts of all heads come first, as in the remote KV.
-    groups, first_key = local.head_groups, mask.first_key(local.start)
-    chosen = np.flatnonzero(first_key < local.start)
-    part, document, first, stop = held_keys(layout, local.document[chosen], first_key[chosen], local.start[chosen])
-    local = local.select(chosen[part])
-    read = remote_kv.index_of(document, local.head, first)
-    first, stop = np.maximum(remote_kv.starts[read, chunk], first), np.minimum(remote_kv.stops[read, chunk], stop)
+    # 1. Keys of each part in this chunk.
+    part, read, first, stop = before
+    groups, brought = local.head_groups, remote_kv.starts[read, chunk]
+    first, stop = np.maximum(brought, first), np.minimum(remote_kv.stops[read, chunk], stop)
     some = np.flatnonzero(first < stop)
-    some = some[np.argsort(local.head[some] != ALL_HEADS, kind="stable")]
-    local, read, first, stop = local.select(some), read[some], first[some], stop[some]
+    part, read, brought, first, stop = part[some], read[some], brought[some], first[some], stop[some]
+    per_token, keys = rows_per_token(local.head[part], groups), stop - first
+    first_row = remote_kv.offset[read, chunk] + (first - brought) * per_token
+    if layout.shared is not None:  # rows that follow each other are one rectangle; in a window, positions as well
+        order = np.lexsort((first_row, part, local.head[part] != ALL_HEADS))
+        part, first, stop, first_row = part[order], first[order], stop[order], first_row[order]
+        per_token, keys = per_token[order], keys[order]
+        position = np.zeros_like(stop) if mask.window_tokens is None else chained(first, keys)
+        opens = run_starts(part, chained(first_row, keys * per_token), position)
+        if mask.window_tokens is None:
+            opens[1:] |= _read_together(local.select(part), first_row, keys)[:-1]
+        keys = np.add.reduceat(keys, np.flatnonzero(opens)) if len(opens) else keys
+        part, stop, first_row, per_token = part[opens], stop[run_stops(opens)], first_row[opens], per_token[opens]
+    local = local.select(part)
 
     # 2. Parts that read the same keys are one, if their queries follow each other.
     queries, window_tokens = mask.before(local.tokens, local.start - stop)
-    per_token, keys = rows_per_token(local.head, groups), stop - first
-    first_row = remote_kv.offset[read, chunk] + (first - remote_kv.starts[read, chunk]) * per_token
     if layout.shared is not None:
-        order = np.lexsort((local.token_row, stop, first_row, local.head != ALL_HEADS))
+        order = np.lexsort((local.token_row, keys, first_row, local.head != ALL_HEADS))
         local, queries, window_tokens = local.select(order), queries[order], window_tokens[order]
         per_token, keys, first_row = per_token[order], keys[order], first_row[order]
         opens = run_starts(local.head, first_row, keys, chained(local.token_row, queries)) | (window_tokens > 0)
@@ -217,6 +262,23 @@ def prefix_calls(
         heads = (0, groups) if group == ALL_HEADS else (group, group + 1)
         calls.append(KernelCall(CallKind.PREFIX, *bounds, cu_q, cu_k, heads, int(window_tokens[begin])))
     return tuple(calls)
+
+
+def _read_together(local: LocalParts, first_row: IntArray, keys: IntArray) -> BoolArray:
+    """Returns `[rectangles]` whether a rectangle stays apart from the next one of its path: it has few queries, and is
+    one with rectangles of neighbours that read the same keys.
+
+    Args:
+        local: part of each rectangle; rectangles of a part follow each other.
+        first_row, keys: remote-KV rows of each rectangle.
+    """
+    is_last = run_stops(run_starts(local.lines, local.start))
+    at = np.flatnonzero(is_last | (KEYS_OF_QUERY * local.tokens < keys))
+    at = at[np.lexsort((local.token_row[at], keys[at], first_row[at], local.head[at]))]
+    opens = run_starts(local.head[at], first_row[at], keys[at], chained(local.token_row[at], local.tokens[at]))
+    together = np.zeros(len(local), dtype=bool)
+    together[at[~(opens & run_stops(opens))]] = True
+    return together
 
 
 def remote_query_calls(remote: RemoteTasks, mask: Mask, remote_kv: RemoteKV, chunk: int) -> tuple[KernelCall, ...]:

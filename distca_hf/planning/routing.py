@@ -26,7 +26,7 @@ group (see `pieces`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Generic, TypeVar
@@ -39,6 +39,7 @@ from distca_hf.errors import PlanError
 from distca_hf.planning.kernel_calls import (
     KernelCall,
     LocalParts,
+    PrefixKeys,
     RemoteTasks,
     adding_calls,
     local_calls,
@@ -47,14 +48,8 @@ from distca_hf.planning.kernel_calls import (
 )
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, RowNumbers, rows_per_token
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.transfers import (
-    ExchangeChunks,
-    KeyRanges,
-    KeyTransfers,
-    RemoteKV,
-    held_keys,
-    key_transfers,
-)
+from distca_hf.planning.remote_kv import RemoteKV, along_paths
+from distca_hf.planning.transfers import ExchangeChunks, KeyRanges, KeyTransfers, held_keys, key_transfers
 
 
 # Most work that a rank defers until it sends results back, as a share of the ranks' mean work. More would delay the
@@ -208,8 +203,14 @@ def route(
     document, head = (np.concatenate([getattr(x, name) for x in (local, remote)]) for name in ("document", "head"))
     first_key = mask.first_key(np.concatenate([local.start, remote.start]))
     part, document, start, stop = held_keys(layout, document, first_key, np.concatenate([local.start, remote.stop]))
-    reads = KeyRanges.join(np.full(len(part), rank), document, head[part], start, stop, groups)
-    remote_kv = RemoteKV.lay_out(reads, chunks)
+    if layout.shared is None:
+        reads, in_order = KeyRanges.join(np.full(len(part), rank), document, head, start, stop, groups), None
+    else:
+        parts = KeyRanges(document, head[part], start, stop, groups, np.full(len(part), rank))
+        tokens, row = np.append(local.tokens, remote.tokens), np.append(local.token_row, remote.first_row)
+        reads, in_order = along_paths(parts, part, tokens, row)
+    remote_kv = RemoteKV.lay_out(reads, chunks, in_order)
+    before = PrefixKeys.of(layout, local, mask, remote_kv)
 
     # 3. Rows that are sent, received, and copied from this rank's own keys.
     numbered = RowNumbers(held)
@@ -239,7 +240,9 @@ def route(
         local_in_shared=copied.places_in(shared),
         remote_kv_rows=remote_kv.num_rows,
         local=local_calls(local, mask),
-        prefix_of_chunk=tuple(prefix_calls(layout, local, mask, remote_kv, chunk) for chunk in range(chunks.count)),
+        prefix_of_chunk=tuple(
+            prefix_calls(layout, local, mask, before, remote_kv, chunk) for chunk in range(chunks.count)
+        ),
         remote_queries_of_chunk=tuple(
             remote_query_calls(remote, mask, remote_kv, chunk) for chunk in range(chunks.count)
         ),
@@ -250,6 +253,13 @@ def route(
 
 
 def _in_remote_kv(received: KeyTransfers, remote_kv: RemoteKV) -> IndexRanges:
+    """Returns the remote-KV rows of received keys. Keys that are sent together may be of several paths."""
+    last = remote_kv.index_of(received.document, received.head, received.start)
+    if np.any(received.stop > remote_kv.reads.stop[last]):
+        part, read = received.overlaps(remote_kv.reads)
+        received, reads = received.select(part), remote_kv.reads.select(read)
+        start, stop = np.maximum(received.start, reads.start), np.minimum(received.stop, reads.stop)
+        received = replace(received, start=start, stop=stop)
     return IndexRanges.of(remote_kv.row(received.document, received.head, received.start), received.rows)
 
 

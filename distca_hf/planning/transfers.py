@@ -1,5 +1,5 @@
-"""Transfers: finds the keys and values that each rank lacks for its tasks, the ranks that send them, the chunks that
-bring them, and their rows in the remote KV.
+"""Transfers: finds the keys and values that each rank lacks for its tasks, the ranks that send them, and the chunks
+that bring them.
 
 needs of a rank      | d1, all heads: tokens [0:9) |
 pieces of d1         | rank 0 [0:4) | rank 2 [4:7) | the rank itself [7:9) |
@@ -17,14 +17,6 @@ Prefixes that only local queries read are cut to bring a rank about equal work i
 uses one for each quarter of the ranks' mean work. A rank with little remote work uses only the last chunks: busier
 ranks get theirs first. A prefix that remote queries read arrives whole, in one chunk. A rank's remote queries are
 divided among the chunks.
-
-The remote KV of a rank holds the keys that its prefix calls and remote queries read, each once. Under the causal mask
-they are prefixes of lines:
-
-    chunk 0                                   | chunk 1
-    | d1[0:5] all heads | d4[0:3] group 2 |   | d1[5:9] all heads | d2[0:6] all heads | d4[3:7] group 2 |
-
-Keys of a shared prefix are read from the document that holds them, once for all documents of a rank that continue it.
 """
 
 from dataclasses import dataclass, replace
@@ -37,10 +29,8 @@ from distca_hf.layout import Layout
 from distca_hf.planning.pieces import (
     ALL_HEADS,
     POSITION_BITS,
-    Pieces,
     Ranges,
     line_keys,
-    position_keys,
     rows_per_token,
 )
 from distca_hf.planning.plan import Plan
@@ -305,63 +295,3 @@ def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:
     rows = sum_by(reads.reader, reads.rows, num_ranks)
     rows -= sum_by(reads.reader[read], known * rows_per_token(reads.head[read], groups), num_ranks)
     return (rows * token_bytes.key_value + queries * token_bytes.query + outputs * token_bytes.output) // groups
-
-
-@dataclass(frozen=True, eq=False)
-class RemoteKV:
-    """Row numbers of the keys that one rank reads, chunk after chunk. In each chunk, lines of all heads come before
-    lines of single groups.
-
-    Attributes:
-        reads: the ranges of keys.
-        starts, stops: `[ranges, chunks]` tokens [start, stop) of each range that a chunk brings.
-        offset: `[ranges, chunks]` remote-KV row of the first of these tokens.
-        num_rows: rows of all chunks.
-    """
-
-    reads: KeyRanges
-    starts: IntArray
-    stops: IntArray
-    offset: IntArray
-    num_rows: int
-
-    @classmethod
-    def lay_out(cls, reads: KeyRanges, chunks: ExchangeChunks) -> "RemoteKV":
-        """Numbers the rows chunk after chunk, and in a chunk range after range, all heads first."""
-        #     rows        chunk 0   chunk 1              offset      chunk 0   chunk 1
-        #     range 0     5         4                    range 0     0         8
-        #     range 1     3         0                    range 1     5         12
-        borders = chunks.borders_of(reads.reader, reads.lines)
-        starts = np.clip(borders[:, :-1], reads.start[:, None], reads.stop[:, None])
-        stops = np.clip(borders[:, 1:], starts, reads.stop[:, None])
-        rows = (stops - starts) * rows_per_token(reads.head, reads.head_groups)[:, None]
-        in_order = np.argsort(reads.head != ALL_HEADS, kind="stable")
-        offset = np.empty_like(rows)
-        offset[in_order] = exclusive_cumsum(rows[in_order].T.ravel()).reshape(rows.T.shape).T
-        return cls(reads, starts, stops, offset, int(rows.sum()))
-
-    def index_of(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
-        """Returns the indices of the ranges that hold these tokens."""
-        reads, groups = self.reads, self.reads.head_groups
-        begins = position_keys(reads.document, reads.head, reads.start, groups)
-        index: IntArray = np.searchsorted(begins, position_keys(documents, heads, tokens, groups), side="right") - 1
-        return index
-
-    def row(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
-        """Returns the first remote-KV row of tokens in the remote KV."""
-        index = self.index_of(documents, heads, tokens)
-        chunk = (tokens[:, None] >= self.stops[index, :-1]).sum(axis=1)
-        into_chunk = (tokens - self.starts[index, chunk]) * rows_per_token(heads, self.reads.head_groups)
-        return self.offset[index, chunk] + into_chunk
-
-    def parts_of(self, held: Pieces) -> tuple[IntArray, IntArray, IntArray]:
-        """Finds the parts of held pieces that are in the remote KV, cut at the borders of chunks.
-
-        Returns:
-            Index of the piece, start and stop of each part.
-        """
-        piece, read = held.overlaps(self.reads)
-        starts = np.maximum(held.start[piece][:, None], self.starts[read])
-        stops = np.minimum(held.stop[piece][:, None], self.stops[read])
-        part, chunk = np.nonzero(starts < stops)
-        return piece[part], starts[part, chunk], stops[part, chunk]

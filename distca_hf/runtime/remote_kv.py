@@ -1,5 +1,5 @@
-"""Remote KV: keys and values of the document prefixes that a rank reads, in document order, their gradients, and the
-exchanges of both.
+"""Remote KV: keys and values of the document prefixes that a rank reads, in the order of `planning.remote_kv`, their
+gradients, and the exchanges of both.
 
     owner ranks   rows of k, v ── KVDispatch ──▶ received rows ──▶ remote KV            computing ranks
                   dk, dv, summed ◀── KVGradCombine ── gradients of the remote KV

@@ -1,6 +1,8 @@
 """`distca plan` says what layers of a model compute in training, if documents of its lengths share prefixes."""
 
 import json
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,8 @@ from support.ranks import run_ranks
 
 
 RANKS, BATCH_SIZE, MICRO_STEPS = 2, 3, 2
-Rows = list[tuple[int, str | None, int]]  # length, group and prefix of each row of a rank
+# Length, groups and prefixes of each row of a rank.
+Rows = list[tuple[int, tuple[str, ...], tuple[int, ...]]]
 
 
 def _train(micro_batches: list[list[Rows]]) -> tuple[PlanTotals, list[tuple[int, ...]], list[float]]:
@@ -36,10 +39,11 @@ def _train(micro_batches: list[list[Rows]]) -> tuple[PlanTotals, list[tuple[int,
         rows = of_ranks[dist.get_rank()]
         longest = max(length for length, _, _ in rows)
         ids, mask = torch.zeros(2, len(rows), longest, dtype=torch.int64)
-        for row, (length, name, prefix) in enumerate(rows):
+        for row, (length, path, prefix) in enumerate(rows):
             ids[row, :length], mask[row, :length] = torch.randint(3, VOCABULARY, (length,)), 1
-            of_prefix = torch.Generator().manual_seed(0 if name is None else int(name[1:]))
-            ids[row, :prefix] = torch.randint(3, VOCABULARY, (prefix,), generator=of_prefix)
+            for depth, (start, stop) in enumerate(pairwise([0, *prefix]), start=1):
+                of_group = torch.Generator().manual_seed(int("1" + "".join(path[:depth])))
+                ids[row, start:stop] = torch.randint(3, VOCABULARY, (stop - start,), generator=of_group)
         model(input_ids=ids, attention_mask=mask).logits.sum().backward()
     watch = watch_of(model.module)
     facts, flops = list(watch.planner.history), watch.flops
@@ -57,14 +61,32 @@ def _train(micro_batches: list[list[Rows]]) -> tuple[PlanTotals, list[tuple[int,
     return totals, [one.tokens for one in facts], [float(flops.work(*each)) / len(facts) for each in amounts]
 
 
-def test_figures_are_those_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _groups(rng: np.random.Generator) -> list[dict[str, object]]:
     """Groups of four are on two ranks, because a rank takes three rows of a micro-batch."""
-    rng, file, config = np.random.default_rng(1), tmp_path / "lengths.jsonl", tmp_path / "config.json"
-    rows = [
-        {"length": int(prefix + rng.integers(5, 90)), "group": f"p{group}", "prefix_tokens": int(prefix)}
+    return [
+        {"length": int(prefix + rng.integers(5, 90)), "group": str(group), "prefix_tokens": int(prefix)}
         for group, prefix in enumerate(rng.integers(300, 700, 5))
         for _ in range(4)
     ]
+
+
+def _trees(rng: np.random.Generator) -> list[dict[str, object]]:
+    """Four trees of five rows: two of them branch off from the others after the prompt, and then from each other."""
+    rows = list[dict[str, object]]()
+    for tree, prompt in enumerate(rng.integers(300, 500, 4).tolist()):
+        for path in (["0"], ["0", "1"], ["0", "1", "2"], ["0", "1", "2"], ["0", "3"]):
+            prefixes = [prompt + 270 * depth for depth in range(len(path))]
+            length = prefixes[-1] + int(rng.integers(20, 300))
+            rows.append({"length": length, "group": [str(tree), *path[1:]], "prefix_tokens": prefixes})
+    return rows
+
+
+@pytest.mark.parametrize("drawn", [_groups, _trees])
+def test_figures_are_those_of_a_training(
+    drawn: Callable[[np.random.Generator], list[dict[str, object]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, file, config = np.random.default_rng(1), tmp_path / "lengths.jsonl", tmp_path / "config.json"
+    rows = drawn(rng)
     rows += [{"length": int(length)} for length in rng.integers(5, 400, 4)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny_model().config.save_pretrained(tmp_path)
@@ -92,7 +114,7 @@ def test_figures_are_those_of_a_training(tmp_path: Path, monkeypatch: pytest.Mon
     micro_batches = []
     for tokens, groups in step:
         assert groups is not None
-        of_rows = list(zip(tokens.tolist(), groups.names, groups.prefix_tokens.tolist(), strict=True))
+        of_rows = list(zip(tokens.tolist(), groups.paths, groups.prefix_tokens, strict=True))
         micro_batches.append([of_rows[:BATCH_SIZE], of_rows[BATCH_SIZE:]])
     totals, tokens_of_ranks, work = run_ranks(RANKS, _train, tmp_path / "ranks", micro_batches)[0]
 

@@ -232,6 +232,52 @@ def test_continuations_on_a_rank_read_their_prefix_once_in_one_rectangle() -> No
     assert int(rank_plan(plan, 0).facts.key_rows_sent[layout.segment_rank[holder]]) == 50
 
 
+def branches(tokens_of_turn: int, of_last: int) -> Layout:
+    """Three levels of documents on two ranks. All but the root are on rank 1: two end with the last turn, and three
+    branch off from it."""
+    prompt, turn = list(range(60)), list(range(100, 100 + tokens_of_turn))
+    documents = [[*prompt, 1], [*prompt, *turn, 2], *([*prompt, *turn, 3, *range(4, 4 + n)] for n in (of_last, 9))]
+    lengths = np.array([len(document) for document in documents])
+    spans = [[(0, 0, 61)], [(0, 0, 60), (1, 60, lengths[1])]]
+    spans += [[(0, 0, 60), (1, 60, 60 + len(turn)), (at, 60 + len(turn), lengths[at])] for at in (2, 3)]
+    shared = SharedPrefixes.of_spans(spans, range(4))
+    held = [[(0, 0, 61)], [(at, int(shared.first_own[at]), int(lengths[at])) for at in (1, 2, 3)]]
+    flat = np.array([segment for segments in held for segment in segments]).T
+    rows = [sum(stop - start for _, start, stop in segments) for segments in held]
+    layout = Layout(lengths, *flat.copy(), np.array([0, 1, 4]), np.array(rows), shared=shared)
+    layout.validate()
+    return layout
+
+
+def rectangles(layout: Layout, rank: int) -> list[tuple[int, int, int, int]]:
+    """First query row, queries, first key row and keys of each rectangle of a rank's prefix calls."""
+    return [
+        (call.query_start + int(query), int(queries), call.key_start + int(key), int(keys))
+        for call in route(plan_in_place(layout), rank).prefix
+        for query, queries, key, keys in zip(
+            call.cu_seqlens_q[:-1],
+            np.diff(call.cu_seqlens_q),
+            call.cu_seqlens_k[:-1],
+            np.diff(call.cu_seqlens_k),
+            strict=True,
+        )
+    ]
+
+
+def test_the_keys_before_a_document_are_one_rectangle() -> None:
+    """Document 1 has 41 rows after the root's 60, of which documents 2 and 3 continue 40."""
+    layout = branches(40, 30)
+    assert rectangles(layout, 0) == []
+    assert rectangles(layout, 1) == [(0, 41, 0, 60), (41, 41, 0, 100)]
+    assert route(plan_in_place(layout), 1).remote_kv_rows == 100
+
+
+def test_few_queries_read_the_same_keys_together_with_their_neighbours() -> None:
+    """Documents 2 and 3 have 12 rows: too few for 60 keys to be read once more."""
+    layout = branches(12, 1)
+    assert rectangles(layout, 1) == [(0, 25, 0, 60), (13, 12, 60, 12)]
+
+
 def test_layouts_that_hold_a_prefix_twice_are_refused() -> None:
     shared = found([[1, 2, 3, 4], [1, 2, 3, 5, 6]], 3, 1)
     assert shared is not None

@@ -161,7 +161,7 @@ TABLE = re.findall(r"^\| `(\S+)` \|", SECTION, re.MULTILINE)
     ("lengths", "tokens_per_rank", "counts", "others"),
     [
         (ONE_RANK, 2560, without_the_search, []),
-        (TWO_RANKS, 1024, without_the_search, ["planning/transfers.py"]),
+        (TWO_RANKS, 1024, without_the_search, ["planning/remote_kv.py", "planning/transfers.py"]),
         (
             ONE_RANK,
             2560,

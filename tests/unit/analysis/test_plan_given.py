@@ -1,6 +1,7 @@
 """`distca plan --batch-size`: its numbers are those of training and simulation, and even batches stay."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,8 +59,10 @@ def trained(request: SimulationRequest, tokens: np.ndarray, groups: Groups | Non
     model = request.model
     documents = [torch.full((length,), 1000 + number) for number, length in enumerate(tokens.tolist())]
     labels = [document.clone() for document in documents]
-    for row, prefix in enumerate([] if groups is None else groups.prefix_tokens.tolist()):
-        documents[row][:prefix], labels[row][:prefix] = groups.names.index(groups.names[row]), -100
+    for row, path in enumerate([] if groups is None else groups.paths):
+        for depth, prefix in reversed(list(enumerate(groups.prefix_tokens[row], start=1))):
+            first = [other[:depth] for other in groups.paths].index(path[:depth])
+            documents[row][:prefix], labels[row][:prefix] = len(documents) * depth + first, -100
 
     def run(transport: LoopbackTransport) -> list[PlanFacts]:
         mine = slice(transport.rank * len(tokens) // RANKS, (transport.rank + 1) * len(tokens) // RANKS)
@@ -113,15 +116,33 @@ def groups_of(rng: np.random.Generator, number: int, prompt: int = 1088) -> tupl
     """Groups of four answers to prompts of about this many tokens, and as many other rows."""
     prompts = prompt + 64 * np.repeat(np.arange(number), 4)
     lengths = np.append(prompts + rng.integers(10, 900, 4 * number), rng.integers(10, 2000, number))
-    names = [f"prompt {row // 4}" if row < 4 * number else None for row in range(5 * number)]
-    return lengths, Groups(names, np.append(prompts, np.zeros(number, dtype=np.int64)))
+    paths = [(f"prompt {row // 4}",) if row < 4 * number else () for row in range(5 * number)]
+    return lengths, Groups(paths, [*((prompt,) for prompt in prompts.tolist()), *[()] * number])
+
+
+def trees_of(rng: np.random.Generator, number: int, prompt: int = 1088) -> tuple[np.ndarray, Groups]:
+    """Trees of four rows, and as many other rows. Three rows of a tree have 640 more tokens in common than all four,
+    and two of these another 640."""
+    paths: list[tuple[str, ...]] = []
+    prefixes: list[tuple[int, ...]] = []
+    for row in range(4 * number):
+        depth = min(row % 4, 2) + 1
+        paths.append((f"prompt {row // 4}", "branch", "twig")[:depth])
+        prefixes.append(tuple(prompt + 64 * (row // 4) + 640 * nested for nested in range(depth)))
+    lengths = np.append(
+        [prefix[-1] for prefix in prefixes] + rng.integers(10, 900, 4 * number), rng.integers(10, 2000, number)
+    )
+    return lengths, Groups([*paths, *[()] * number], [*prefixes, *[()] * number])
 
 
 @pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID, WHOLE], ids=["full", "windows", "hybrid", "whole"])
-def test_shared_prefixes_are_those_of_training(model: SimulatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drawn", [groups_of, trees_of])
+def test_shared_prefixes_are_those_of_training(
+    drawn: Callable[..., tuple[np.ndarray, Groups]], model: SimulatedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of 256 + 64 x n tokens are shared up to their last token if hidden states return, and up to the block
     before it if the loss is placed. Which row holds a prompt depends on tokens, and with it the last permille."""
-    lengths, groups = groups_of(np.random.default_rng(3), 6)
+    lengths, groups = drawn(np.random.default_rng(3), 6)
     request = request_of(model, accumulation=2, batches=1)
     monkeypatch.setattr(given, "MOST_PLANNED_RANKS", 3 * RANKS * request.accumulation)
     found = answer(request, "here", lengths, find_profile("h200"), groups=groups)
@@ -168,7 +189,7 @@ def test_steps_take_less_time_and_memory_where_prefixes_are_shared() -> None:
         assert utilisation is not None
         assert utilisation < 0.6, "only what is computed is useful work"
     # One rank shares if that saves a tenth of its tokens: of 256 + 64 tokens that are hashed 320 are equal.
-    alone, pair = replace(request, gpus=1, batch_size=2), Groups(["a", "a"], np.array([330, 330]))
+    alone, pair = replace(request, gpus=1, batch_size=2), Groups([("a",)] * 2, [(330,)] * 2)
     for length, share in ((1601, 0.0), (1599, 320 / 3198)):
         saved = simulate(alone, profile, np.array([length, length]), groups=pair)[0].way("given").shared_share
         assert saved == pytest.approx(share)

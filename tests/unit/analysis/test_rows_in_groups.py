@@ -1,7 +1,8 @@
 """distca plan, groups: which documents of a file begin alike, how they are dealt, and what of them is shared."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,15 @@ ROWS = [
     for length, name, prefix in zip(LENGTHS, NAMES, PREFIXES, strict=True)
 ]
 COLUMNS = {"length": LENGTHS, "group": NAMES, "prefix_tokens": PREFIXES}
+# Rows 0 and 3 are branches of a tree.
+PATHS = [("a", "x"), ("b",), (), ("a", "x"), ("b",)]
+NESTED: list[tuple[int, ...]] = [(600, 640), (400,), (), (600, 640), (400,)]
+NESTED_COLUMNS = {"length": LENGTHS, "group": [*map(list, PATHS)], "prefix_tokens": [*map(list, NESTED)]}
+NESTED_ROWS = [
+    {"length": length, "group": list(path) if path[1:] else path[0] if path else None}
+    | {"prefix_tokens": list(prefix) if prefix[1:] else prefix[0] if prefix else None}
+    for length, path, prefix in zip(LENGTHS, PATHS, NESTED, strict=True)
+]
 TOKENS = [[7] * length for length in LENGTHS]
 
 
@@ -55,6 +65,9 @@ READABLE: dict[str, Callable[[Path], object]] = {
     "saved": lambda path: Dataset.from_dict(COLUMNS).save_to_disk(path),
     "saved tokens": lambda path: Dataset.from_dict(COLUMNS | {"input_ids": TOKENS}).save_to_disk(path),
     "shards": shards,
+    "nested.jsonl": lambda path: path.write_text(lines(NESTED_ROWS)),
+    "nested.parquet": lambda path: pq.write_table(pa.table(NESTED_COLUMNS), path),
+    "nested saved": lambda path: Dataset.from_dict(NESTED_COLUMNS).save_to_disk(path),
 }
 
 
@@ -64,8 +77,11 @@ def test_groups_are_read_from_every_kind_of_table(name: str, tmp_path: Path) -> 
     read = read_lengths(tmp_path / name)
 
     assert read.groups is not None
-    rows = list(zip(read.tokens.tolist(), read.groups.names, read.groups.prefix_tokens.tolist(), strict=True))
-    assert sorted(rows, key=str) == sorted(zip(LENGTHS, NAMES, [600, 400, 0, 600, 400], strict=True), key=str)
+    rows = list(zip(read.tokens.tolist(), read.groups.paths, read.groups.prefix_tokens, strict=True))
+    paths, prefixes = PATHS, NESTED
+    if "nested" not in name:
+        paths, prefixes = [path[:1] for path in PATHS], [prefix[:1] for prefix in NESTED]
+    assert sorted(rows) == sorted(zip(LENGTHS, paths, prefixes, strict=True))
     assert dict(read.groups.counts) == {"a": 2, "b": 2}
 
 
@@ -77,11 +93,13 @@ def test_whole_numbers_may_have_become_floating_point_numbers(empty: object) -> 
         {"group": [4.0, "5.0", empty, 4, "5"], "prefix_tokens": prefixes}, np.array(LENGTHS), "file"
     )
     assert groups is not None
-    assert groups.names == ["4", "5", None, "4", "5"]
-    assert groups.prefix_tokens.tolist() == [600, 400, 0, 600, 400]
+    assert groups.paths == [("4",), ("5",), (), ("4",), ("5",)]
+    assert groups.prefix_tokens == [(600,), (400,), (), (600,), (400,)]
 
 
-@pytest.mark.parametrize("row", [{"length": 5}, {"length": 5, "group": "some column"}, {"length": 5, "group": [1]}])
+@pytest.mark.parametrize(
+    "row", [{"length": 5}, {"length": 5, "group": "some column"}, {"length": 5, "group": [1], "prefix_tokens": []}]
+)
 def test_without_prefixes_there_are_no_groups(row: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(lines([row, row]))
     assert read_lengths(tmp_path / "rows.jsonl").groups is None
@@ -95,19 +113,46 @@ def test_without_prefixes_there_are_no_groups(row: dict[str, object], tmp_path: 
             "of group a has prefix_tokens 600, and its document 500",
         ),
         ({"length": 900, "group": "a", "prefix_tokens": 599}, "of group a .* 599, and row 0 of the same group 600"),
-        ({"length": 900, "group": "c"}, "of group c has prefix_tokens 0, and its document 900 tokens"),
+        ({"length": 900, "group": "c"}, "of group c has 1 names in group and 0 numbers in prefix_tokens; each group"),
+        (
+            {"length": 900, "group": "c", "prefix_tokens": 0},
+            "of group c has prefix_tokens 0, and its document 900 tokens",
+        ),
         ({"length": 900, "group": "c", "prefix_tokens": -3}, "of group c has prefix_tokens -3, and its document 900"),
+        (
+            {"length": 900, "group": ["a", "x"], "prefix_tokens": 600},
+            "of group a > x has 2 names in group and 1 numbers",
+        ),
+        (
+            {"length": 900, "group": ["c", "x"], "prefix_tokens": [3, 901]},
+            "of group c > x has prefix_tokens 3 > 901, and its",
+        ),
+        (
+            {"length": 900, "group": ["c", "x"], "prefix_tokens": [30, 30]},
+            "of group c > x has prefix_tokens 30 in a group of 30",
+        ),
+        (
+            {"length": 900, "group": ["a", "x"], "prefix_tokens": [599, 700]},
+            "of group a has prefix_tokens 599, and row 0 of the same group 600",
+        ),
         ({"length": 900, "prefix_tokens": 600}, "has prefix_tokens 600 and no group: name its group"),
         ({"length": 900, "group": "a", "prefix_tokens": 6.5}, "has prefix_tokens 6.5, not a whole number"),
         ({"length": 900, "group": "a", "prefix_tokens": True}, "has prefix_tokens True, not a whole number"),
         ({"length": 900, "group": "a", "prefix_tokens": "some"}, "has prefix_tokens 'some', not a whole number"),
-        ({"length": 900, "group": [1], "prefix_tokens": 600}, r"has group \[1\], neither a text nor a whole number"),
+        ({"length": 900, "group": [[1]], "prefix_tokens": 600}, r"has group \[1\], neither a text nor a whole number"),
     ],
 )
 def test_wrong_groups_are_refused_by_row(row: dict[str, object], says: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(lines([*ROWS, row]))
     with pytest.raises(PackingError, match=f"rows.jsonl: row 5 {says}"):
         read_lengths(tmp_path / "rows.jsonl")
+
+
+def test_a_row_without_a_group_may_have_a_prefix_of_no_tokens() -> None:
+    columns = {"group": ["a", "", None], "prefix_tokens": [3, 0, "0"]}
+    groups = Groups.of_columns(columns, np.array([5, 5, 5]), "file")
+    assert groups is not None
+    assert (groups.paths, groups.prefix_tokens) == ([("a",), (), ()], [(3,), (), ()])
 
 
 def test_files_of_a_folder_must_all_have_the_columns(tmp_path: Path) -> None:
@@ -125,32 +170,38 @@ def test_prefixes_of_rows_with_several_documents_are_refused(tmp_path: Path) -> 
 
 
 def drawn(rng: np.random.Generator) -> tuple[np.ndarray, Groups]:
-    """Groups of some rows, and rows without a group, in any order."""
-    names, prefixes, lengths = list[str | None](), list[int](), list[int]()
+    """Groups of some rows, up to two of them nested, and rows without a group, in any order."""
+    paths, prefixes, lengths = list[tuple[str, ...]](), list[tuple[int, ...]](), list[int]()
+
+    def number() -> int:
+        return int(rng.integers(1, 800)) if rng.random() < 0.5 else 64 * int(rng.integers(1, 12))
+
     for group in range(rng.integers(1, 6)):
-        prefix = int(rng.integers(1, 800)) if rng.random() < 0.5 else 64 * int(rng.integers(1, 12))
+        tree = np.cumsum([number() for _ in range(3)]).tolist()
         for _ in range(rng.integers(1, 5)):
-            names.append(None if group == 0 else f"g{group}")
-            prefixes.append(prefix if group else 0)
-            lengths.append(prefix + int(rng.integers(0, 200) or rng.integers(0, 2)) if group else prefix)
-    order = rng.permutation(len(names))
-    return np.array(lengths)[order], Groups([names[at] for at in order], np.array(prefixes)[order])
+            path = (f"g{group}", *map(str, rng.integers(0, 2, rng.integers(0, 3)))) if group else ()
+            paths.append(path)
+            prefixes.append(tuple(tree[: len(path)]))
+            lengths.append(tree[max(len(path) - 1, 0)] + int(rng.integers(0, 200) or rng.integers(0, 2)))
+    order = rng.permutation(len(paths))
+    return np.array(lengths)[order], Groups([paths[at] for at in order], [prefixes[at] for at in order])
 
 
 @pytest.mark.parametrize("has_one_label", [False, True])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(60))
 def test_hashes_share_as_many_tokens_as_hashes_of_tokens_do(seed: int, has_one_label: bool) -> None:
     rng = np.random.default_rng(seed)
     lengths, groups = drawn(rng)
     documents = [rng.integers(0, 2**60, length) for length in lengths]
-    for document, name, prefix in zip(documents, groups.names, groups.prefix_tokens, strict=True):
-        if name is not None:
-            document[:prefix] = np.random.default_rng(int(name[1:])).integers(0, 2**60, prefix)
+    for document, path, prefix in zip(documents, groups.paths, groups.prefix_tokens, strict=True):
+        for depth, (start, stop) in enumerate(pairwise([0, *prefix]), start=1):
+            of_group = np.random.default_rng([int(name.removeprefix("g")) for name in path[:depth]])
+            document[start:stop] = of_group.integers(0, 2**60, stop - start)
     counts = num_hashes(lengths, 64)
     real = np.split(hashes_of(np.concatenate(documents), lengths, 64), np.cumsum(counts)[:-1])
     if has_one_label:  # a row without a group has no prefix, and all of its tokens are learnt
         real = [
-            np.where(64 + BLOCK_TOKENS * np.arange(len(one)) < prefix, one, 0)
+            np.where(64 + BLOCK_TOKENS * np.arange(len(one)) < max(prefix, default=0), one, 0)
             for one, prefix in zip(real, groups.prefix_tokens, strict=True)
         ]
     begins = [int(one[0]) if len(one) else 0 for one in real]  # documents like no other tell ranks no hashes
@@ -161,16 +212,26 @@ def test_hashes_share_as_many_tokens_as_hashes_of_tokens_do(seed: int, has_one_l
 
     assert (found is None) == (expected is None)
     assert not hashes or [len(one) for one in hashes] == [len(one) for one in real]
-    if found is not None and expected is not None:
-        assert sorted(zip(found.first_own, groups.names, strict=True), key=str) == sorted(
-            zip(expected.first_own, groups.names, strict=True), key=str
+    # Which row of a tree holds a prefix depends on the order of hashes; how much any two rows share does not.
+    assert not hashes or _equal_hashes(hashes) == _equal_hashes(real)
+
+
+def _equal_hashes(hashes: Sequence[np.ndarray]) -> list[int]:
+    """How many first hashes of any two documents are equal and not 0."""
+    return [
+        next(
+            (at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y or not x),
+            min(map(len, (one, other))),
         )
+        for one, other in combinations([each.tolist() for each in hashes], 2)
+    ]
 
 
 def test_groups_are_dealt_as_grpo_deals_them() -> None:
     """In a step, a rank gets consecutive rows in the order of groups, and shuffles them into its micro-batches."""
     names = [name for group in range(9) for name in [f"g{group}"] * 4]
-    groups, ranks, micro_steps, batch_size = Groups(names, np.full(36, 300)), 3, 2, 2
+    paths: list[tuple[str, ...]] = [(name, "branch")[: 1 + row % 2] for row, name in enumerate(names)]
+    groups, ranks, micro_steps, batch_size = Groups(paths, [(300, 400)[: len(path)] for path in paths]), 3, 2, 2
     rows = groups.dealt(np.random.default_rng(0), ranks, micro_steps, batch_size)
 
     assert sorted(rows.tolist()) == list(range(36))
