@@ -8,6 +8,7 @@ tells the others. The loader has compared their settings and positions before.
 """
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -118,8 +119,8 @@ class StreamFeed:
                 for number in self._open
                 if reader_rank(number, transport.world_size) == transport.rank
             }
-        except BaseException:
-            self._announce_unable()
+        except BaseException as error:
+            self._announce_unable(error)
             raise
 
     def micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -134,8 +135,8 @@ class StreamFeed:
             yield from self._micro_batches()
         except (PeerLostError, PlanMismatchError, StepTimeoutError):  # the others know
             raise
-        except BaseException:  # also if the consumer stops
-            self._announce_unable()
+        except BaseException as error:  # also if the consumer stops
+            self._announce_unable(error)
             raise
 
     def _micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -274,12 +275,10 @@ class StreamFeed:
         self._truncated += sum(numbers["truncated"])
         return numbers["integers"]
 
-    def _announce_unable(self) -> None:
+    def _announce_unable(self, error: BaseException) -> None:
         """Tells the other ranks, without waiting for them, that this one does not read on."""
-        try:
-            Agreement.start(self._transport, Occasion.UNABLE, 0, {}, {}, Scope.ROWS)
-        except DistCAError:  # they cannot be reached, and find out by themselves
-            pass
+        with suppress(DistCAError):  # they cannot be reached, and find out by themselves
+            Agreement.announce_unable(self._transport, 0, Occasion.READ, error)
 
 
 def _checksum(layout: Layout) -> int:
