@@ -11,6 +11,7 @@ reader and number.
 import inspect
 import zlib
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -178,6 +179,7 @@ class StreamSource:
             uneven = self._strategy(num_readers) == "shards" and part.num_shards % num_readers
             how = {"strategy": "shards"} if uneven else {}
             part = split_dataset_by_node(part, rank=reader, world_size=num_readers, **how)
+            part._ex_iterable = _separate(part._ex_iterable)
         if self._reads_tables:
             part = part.with_format("arrow")
         if self._shuffle and hasattr(part, "set_epoch"):
@@ -219,6 +221,18 @@ def _text_of(value: Any) -> str:
 
 def _checksum(value: object) -> str:
     return f"checksum {zlib.crc32(str(value).encode()):08x}"
+
+
+def _separate(step: Any) -> Any:
+    """Returns copies of the steps that make the rows of a stream of `datasets`. They hold positions. Otherwise readers
+    of one process, and those of an earlier iteration, share them: `datasets` copies only the last step."""
+    step = copy(step)
+    for name, value in vars(step).items():
+        if name == "ex_iterable":
+            step.ex_iterable = _separate(value)
+        elif name == "ex_iterables":
+            step.ex_iterables = [_separate(one) for one in value]
+    return step
 
 
 def _inner(part: Any) -> list[Any]:
