@@ -30,7 +30,7 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 # Version of `state_dict`.
-STATE_VERSION = 1
+STATE_VERSION = 2
 # Fields of a position within its optimizer step.
 OF_STEP = ("into_step", "micro_batches", "step_batches")
 # Micro-batches in a buffer by default, in addition to an optimizer step: enough to fill gaps.

@@ -1,14 +1,17 @@
-"""How a stream is divided: readers share no position."""
+"""How a stream is divided: readers share no position, and files are known by name, size and revision."""
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets, load_dataset
 
+from distca_hf.data import streams
 from distca_hf.data.readers import ReaderPosition, StreamReader
 from distca_hf.data.rows import Reading
-from distca_hf.data.streams import StreamSource
+from distca_hf.data.streams import StreamSource, _text_of
 
 
 def _rows(shards: list[int]) -> Iterator[dict[str, Any]]:
@@ -75,3 +78,29 @@ def test_readers_of_one_process_do_not_disturb_each_other(kind: str, num_readers
 
     assert of_later == of_earlier
     assert [first + then for first, then in zip(rows, of_later, strict=True)] == expected
+
+
+def test_files_are_known_by_size_or_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / f"{number}.jsonl" for number in range(4)]
+    for file in files:
+        file.write_text(json.dumps({"input_ids": [1, 2]}) + "\n")
+
+    def of_files() -> dict[str, object]:
+        stream = load_dataset("json", data_files=[*map(str, files)], split="train", streaming=True)
+        return StreamSource(stream, Reading(), 64).identity(1)
+
+    before = of_files()
+    assert of_files() == before
+    files[3].write_text(json.dumps({"input_ids": [1, 2, 3]}) + "\n")
+    assert {name for name, value in of_files().items() if value != before[name]} == {"files"}
+
+    monkeypatch.setattr(streams, "MOST_FILES", 2)
+    assert _text_of([*map(str, files)]) == "0.jsonl of 22 bytes, 1.jsonl, 2.jsonl, 3.jsonl of 25 bytes"
+    assert _text_of(f"gzip://text::{files[0]}") == "0.jsonl of 22 bytes"
+    assert _text_of("https://host/a/b.parquet?token=5") == "b.parquet"
+    assert _text_of(str(tmp_path)) == tmp_path.name, "folders have other sizes elsewhere"
+    tables = [Dataset.from_dict({"input_ids": [[number]] * 3}) for number in range(40)]
+    texts = _text_of(tables).split(", ")
+    assert sum("some of which have" in text for text in texts) == streams.MOST_TABLES
+    revisions = [_text_of(f"hf://datasets/owner/name@{revision}/train.parquet") for revision in ("1f", "2e")]
+    assert len(set(revisions)) == 2
