@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from zlib import crc32
 
@@ -168,8 +169,6 @@ class StreamFeed:
                 keys, cursor = step.keys[chosen], Cursor(before.pass_number, number)
                 prepared = self._plans.plan(cursor, keys, step.tokens[chosen], divided.layout(index))
                 plan_seconds = perf_counter() - began
-                checksums = f"{prepared.documents_checksum:08x} {_checksum(prepared.layout):08x}"
-                self._agree(0, number, {"checksums of documents and placement": checksums})
                 fed = replace(self._with_rows(prepared, keys), plan_seconds=plan_seconds)
                 number += 1
                 is_end = index + 1 == divided.num_micro_batches
@@ -193,8 +192,11 @@ class StreamFeed:
 
     def _with_rows(self, prepared: Prepared, keys: IntArray) -> Prepared:
         """Returns the micro-batch with the rows of this rank."""
-        layout, where = prepared.layout, f"micro-batch {prepared.cursor.micro_batch}, tokens of the stream"
-        received = send_tokens(self._transport, layout, keys, self._documents, self._inputs, where)
+        layout, number = prepared.layout, prepared.cursor.micro_batch
+        checksums = f"{prepared.documents_checksum:08x} {_checksum(layout):08x}"
+        agree = partial(self._agree, 0, number, {"checksums of documents and placement": checksums})
+        of_batch = layout, keys, self._documents, self._inputs, f"micro-batch {number}, tokens of the stream"
+        received = send_tokens(self._transport, *of_batch, agree)
         return self._plans.with_rows(prepared, collate(layout, self._transport.rank, keys, received), [])
 
     def _restore(self, number: int) -> None:

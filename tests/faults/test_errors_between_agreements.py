@@ -16,6 +16,7 @@ import torch.distributed as dist
 import distca_hf
 from distca_hf.batches.prepare import Preparer
 from distca_hf.batches.step_ahead import StepAhead
+from distca_hf.data.readers import StreamDocument
 from distca_hf.data.streams import StreamSource
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.sharing import Sharing
@@ -93,6 +94,7 @@ CASES: dict[str, tuple[Callable[[object, str], None], object, str]] = {
     "what ranks compare of a stream": (_read_a_stream, StreamSource, "facts"),
     "how a stream is divided": (_read_a_stream, StreamSource, "log_division"),
     "a reader of a stream": (_read_a_stream, StreamSource, "part"),
+    "tokens of a stream": (_read_a_stream, StreamDocument, "segment"),
     "a placed batch": (_train_on_placed, Preparer, "finish"),
     "the look at a model, on placed batches": (_train_on_placed, WATCH, "check_averaging"),
     "what follows a placed batch": (_train_on_placed, ForwardCheck, "facts"),
