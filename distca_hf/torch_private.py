@@ -5,7 +5,7 @@ Fallbacks are slower, or refuse more. A torch without one of these names gives t
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -223,11 +223,11 @@ def ignored_by_ddp(model: nn.Module) -> set[str]:
     }
 
 
-def groups_of(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
-    """Returns the process groups of exactly these ranks of the job; none if torch does not say."""
+def ranks_of_groups() -> dict[dist.ProcessGroup, Collection[int]]:
+    """Returns the process groups that this process is in, each with its ranks of the job; none if torch does not say.
+    Other threads may open and end groups meanwhile: a new one is missing until torch knows its ranks."""
     world = getattr(dist.distributed_c10d, "_world", None)
-    groups = [*getattr(world, "pg_map", ())]
-    return [group for group in groups if sorted(dist.get_process_group_ranks(group)) == [*ranks]]
+    return dict(getattr(world, "pg_group_ranks", ()))
 
 
 def collectives_started(group: Any) -> int:

@@ -181,24 +181,10 @@ class GivenAgreement:
             PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
                 another batch although they share the data.
         """
-        lengths, names = read.lengths, media_of(batch)
-        dtypes = [None, *(getattr(batch[name], "dtype", None) for name in names)] if names else []
-        flags = {
-            "learns nothing": int(number == 0 and read.learns_nothing),
-            # By bit; bit 0: the rank holds any of them.
-            "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
-            "images that may move": -1 if read.images is None or not may_move(batch) else len(read.images.sizes),
-            # By bit: whether towers wait for those of all ranks; whether they need gradients.
-            "towers": images_wait + 2 * any(gradients_of[1:]),
-        }
-        if self._transport.grid.shape[2] > 1:
-            flags[CHECKSUM] = checksum_of(batch, lengths) if read.checksum is None else read.checksum
-        agreement = Agreement.start(
-            self._transport,
-            Occasion.PLAN,
-            number,
-            self._facts(step_batches, torch.is_grad_enabled()),
-            {
+        with Agreement.announced(self._transport, number, Occasion.PLAN):
+            lengths, names = read.lengths, media_of(batch)
+            dtypes = [None, *(getattr(batch[name], "dtype", None) for name in names)] if names else []
+            mine = {
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
                 "padded": int(lengths is None),
@@ -209,12 +195,20 @@ class GivenAgreement:
                 "arguments of towers": towers.digest,
                 "work of towers": image_work,
                 "form of pixels": 0 if read.images is None else _number_of(read.images.form),
-                **flags,
-            },
-        )
+                "learns nothing": int(number == 0 and read.learns_nothing),
+                # By bit; bit 0: the rank holds any of them.
+                "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
+                "images that may move": -1 if read.images is None or not may_move(batch) else len(read.images.sizes),
+                # By bit: whether towers wait for those of all ranks; whether they need gradients.
+                "towers": images_wait + 2 * any(gradients_of[1:]),
+            }
+            if self._transport.grid.shape[2] > 1:
+                mine[CHECKSUM] = checksum_of(batch, lengths) if read.checksum is None else read.checksum
+            facts = self._facts(step_batches, torch.is_grad_enabled())
+        agreement = Agreement.start(self._transport, Occasion.PLAN, number, facts, mine)
         meanwhile()
         numbers = agreement.wait(Scope.ROWS)
-        if CHECKSUM in flags:
+        if CHECKSUM in mine:
             self._check_same_batch(agreement, number)
         num_images, dtypes_of_ranks = numbers["images that may move"], numbers["dtypes of images"]
         wait, train = (any(of & bit for of in numbers["towers"]) for bit in (1, 2))

@@ -11,6 +11,7 @@ from distca_hf.batches.known_batch import KnownBatch
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import HostPlans, Prepared, Replanner
 from distca_hf.batches.preview import PlacedData, PlacedPlan
+from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import PlanFacts
@@ -69,14 +70,14 @@ class BaseLoader:
             facts: of the data, by name; must be the same on all ranks.
         """
         posting = self._transport if isinstance(self._transport, PostingTransport) else None
-        if posting is not None:
-            prepared = self.preparer.planned_for(posting.extra_ranks, prepared)
+        with Agreement.announced(self._transport, number, Occasion.TAKE):
+            if posting is not None:
+                prepared = self.preparer.planned_for(posting.extra_ranks, prepared)
+            facts = {**shared_facts(self._planner.config), **facts, "micro_steps": self._micro_steps}
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
         self.totals = self.totals.plus(prepared.facts)
         self.history.append(prepared.facts)
-        config = self._planner.config
-        facts = {**shared_facts(config), **facts, "micro_steps": self._micro_steps}
         agreement = agree_to_take(self._transport, prepared, number, facts)
         posted, replan = None, None
         if posting is not None:
@@ -88,7 +89,7 @@ class BaseLoader:
             micro_batch=number,
             planned=prepared.kinds.planned(self._device, prepared.fingerprint, posted),
             transport=self._transport,
-            config=config,
+            config=self._planner.config,
             agreement=agreement,
             replan=replan,
             document_tokens=prepared.kinds.document_tokens,

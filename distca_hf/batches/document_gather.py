@@ -9,7 +9,8 @@
 prefix that must not be shared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,12 +19,18 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, as_int_array, offsets, ranges
 from distca_hf.batches.read_documents import ReadDocuments
+from distca_hf.comm.agreement import labels_of
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
+from distca_hf.errors import DistCAError, PeerLostError
 from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, num_hashes
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
+
+# First integer of a rank that cannot show its documents.
+UNABLE = -1
 
 
 class BatchDocuments(NamedTuple):
@@ -48,7 +55,8 @@ class DocumentGather:
     """Gathers the documents of one or several batches. A collective call, and so is `wait`.
 
     Args:
-        batches: what this rank read from its batches.
+        num_batches: number of batches.
+        show: returns what this rank read from them. If it fails, the other ranks are told when they wait.
         most_documents: documents of the rank that has most in all these batches.
         least_tokens: shortest prefix that documents share; 0: none is shared.
         where: what is gathered, for errors.
@@ -58,32 +66,49 @@ class DocumentGather:
     def __init__(
         self,
         transport: Transport,
-        batches: Sequence[ReadDocuments],
+        num_batches: int,
+        show: Callable[[], Sequence[ReadDocuments]],
         most_documents: int,
         least_tokens: int,
         where: str,
         most_of_images: tuple[int, int] = (0, 0),
     ) -> None:
-        self._transport, self._batches, self._where = transport, batches, where
+        self._transport, self._where = transport, where
         self._most, self._least_tokens, self._most_of_images = most_documents, least_tokens, most_of_images
+        try:
+            self._batches = show()
+            values = self._values(self._batches)
+        except Exception:
+            size = num_batches + most_documents * (1 + (least_tokens > 0))
+            size += sum(num_batches + most for most in most_of_images if most)
+            with suppress(DistCAError):  # a rank that was lost
+                transport.gather([UNABLE, *[0] * (size - 1)], where).wait()
+            raise
+        self._gather = transport.gather(values, where)
+
+    def _values(self, batches: Sequence[ReadDocuments]) -> list[int]:
         lengths = [read.known_lengths for read in batches]
-        values = [*map(len, lengths), *_filled_up(lengths, most_documents)]
-        if least_tokens:
-            values += _filled_up([_beginnings(read, least_tokens) for read in batches], most_documents)
+        values = [*map(len, lengths), *_filled_up(lengths, self._most)]
+        if least_tokens := self._least_tokens:
+            values += _filled_up([_beginnings(read, least_tokens) for read in batches], self._most)
         of_images = [read.image_numbers for read in batches], [read.image_runs for read in batches]
-        for column, most in zip(of_images, most_of_images, strict=True):
+        for column, most in zip(of_images, self._most_of_images, strict=True):
             if most:
                 values += [*map(len, column), *_filled_up(column, most)]
-        self._gather = transport.gather(values, where)
+        return values
 
     def wait(self) -> list[BatchDocuments]:
         """Returns the documents of each batch.
 
         Raises:
-            PeerLostError: a rank was lost in the meantime.
+            PeerLostError: a rank was lost in the meantime, or could not show its documents.
         """
         number, hashes = len(self._batches), None
         rows = [as_int_array(row, self._where) for row in self._gather.wait()]
+        labels = labels_of(self._transport, Scope.ROWS)
+        if unable := [label for row, label in zip(rows, labels, strict=True) if row[0] == UNABLE]:
+            told = f"rank {', '.join(unable)} could not do its part; see the error there"
+            raise PeerLostError(f"{self._transport.grid.name}, {self._where}: {told}")
 
         def of_column(counted: int, first: int, most: int) -> list[list[IntArray]]:
             """Returns a column of each batch and rank, which begins at `first` and has its counts at `counted`."""

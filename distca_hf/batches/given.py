@@ -17,6 +17,7 @@ tokens stay, and attention tasks move.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -120,6 +121,10 @@ class GivenPlanner:
 
         return go_back
 
+    def announced(self) -> AbstractContextManager[None]:
+        """Returns a context that tells the other ranks if this one cannot prepare the next micro-batch."""
+        return Agreement.announced(self._transport, self._next_number, Occasion.PLAN)
+
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
         """Lets the next pass plan the batches that are known when an optimizer step begins; see `StepAhead.begin`.
 
@@ -182,19 +187,18 @@ class GivenPlanner:
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
-        try:
-            read = self._read_batch(batch)
-        except Exception as error:
-            if isinstance(error, DistCAError):
+        with Agreement.announced(self._transport, number, Occasion.PLAN):
+            try:
+                read = self._read_batch(batch)
+            except DistCAError as error:
                 error.args = (f"{self._transport.grid.name}, micro-batch {number}: {error}",)
-            Agreement.announce_unable(self._transport, number, Occasion.PLAN)
-            raise
-        device = tokens_of(batch).device
-        planned, step_batches = self._step.take(read), self._step.take_step_batches()
-        if planned is not None and planned.may_share and unshared():
-            planned = None
+                raise
+            device = tokens_of(batch).device
+            planned, step_batches = self._step.take(read), self._step.take_step_batches()
+            if planned is not None and planned.may_share and unshared():
+                planned = None
+            work = 0 if self._image_planner is None else self._image_planner.total_work(read.images)
         ahead = 0 if planned is None else planned.number
-        work = 0 if self._image_planner is None else self._image_planner.total_work(read.images)
         of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile, towers, work
         shown = self._agreement.reach(batch, read, number, *of_pass)
         self.images = None
@@ -210,12 +214,17 @@ class GivenPlanner:
         extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
         if planned is not None and not (shown.is_planned and planned.fits(shown.returning)):
             planned = None
-        if planned is None or self._looks_for_unshared:
+
+        def show() -> list[ReadDocuments]:
             shares, has_one_label = self._least_tokens > 0 and not unshared(), shown.returning is not Returning.STATES
             shown_as = to_share(read, shares, has_one_label, self._least_tokens)
             if self._looks_for_unshared and shown_as is not read:
                 self._say_unshared(read, shown_as, unshared() or read.unshared)
+            return [shown_as]
+
         if planned is not None:
+            if self._looks_for_unshared:
+                show()
             prepare = planned.planned.result
             plan_images = partial(self._images_ahead, prepare)
         else:
@@ -223,7 +232,7 @@ class GivenPlanner:
             most_images = shown.most_images if shown.images_even is None else 0
             of_images = HEADER + 3 * most_images if most_images else 0, shown.most_borders
             most = max(shown.num_documents), self._least_tokens, where, of_images
-            gather = DocumentGather(self._transport, [shown_as], *most)
+            gather = DocumentGather(self._transport, 1, show, *most)
             wait = cache(lambda: gather.wait()[0])  # towers and the decoder both need it
             prepare = partial(self._prepare_gathered, wait, read.padded, device.type == "cuda", extra_ranks)
             plan_images = partial(self._images_gathered, wait)

@@ -252,15 +252,12 @@ class PlacedLoader(BaseLoader):
         ahead_of = Prefetcher(lambda: preparer.rest(begin, packed), self._prefetch, self.times, preparer.finish)
         with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
-                try:
+                number = self._number(Cursor(begin.epoch, micro_batch))
+                with Agreement.announced(self._transport, number, Occasion.TAKE):
                     self._source.check_unchanged()
-                    self.contents  # noqa: B018  read before the first micro-batch
+                    facts = self._facts  # reads documents before the first micro-batch
                     prepared = next(ahead)
-                except Exception:
-                    number = self._number(Cursor(begin.epoch, micro_batch))
-                    Agreement.announce_unable(self._transport, number, Occasion.TAKE)
-                    raise
-                batch = self._deliver(prepared, data, self._number(prepared.cursor), self._facts)
+                batch = self._deliver(prepared, data, self._number(prepared.cursor), facts)
                 documents += sum_of_documents(prepared.documents)
                 self._position = replace(begin, micro_batch=micro_batch + 1, documents=documents)
                 self.end_of_dataloader = micro_batch + 1 == packed.num_micro_batches

@@ -153,11 +153,17 @@ class StepAhead:
         if {*shown[FOLLOWING]} != {len(documents)} or not documents:
             return
         where = f"micro-batch {micro_batch}, document lengths of its step"
-        shares = self._least_tokens > 0 and not self.unshared()
-        of_pass = shares, self.returning is not Returning.STATES, self._least_tokens
-        shown_as = [to_share(read, *of_pass) for read in documents]
+        shares = False
+
+        def show() -> list[ReadDocuments]:
+            nonlocal shares
+            shares = self._least_tokens > 0 and not self.unshared()
+            of_pass = shares, self.returning is not Returning.STATES, self._least_tokens
+            return [to_share(read, *of_pass) for read in documents]
+
         most = max(shown[DOCUMENTS]), self._least_tokens, where, (max(shown[IMAGES]), max(shown[BORDERS]))
-        self._gathering = documents, shares, DocumentGather(self._transport, shown_as, *most)
+        gather = DocumentGather(self._transport, len(documents), show, *most)
+        self._gathering = documents, shares, gather
 
     def start(self) -> None:
         """Starts to plan the batches whose lengths were gathered, if any. A collective call.

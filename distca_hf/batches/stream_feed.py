@@ -8,8 +8,10 @@ tells the others. The loader has compared their settings and positions before.
 """
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from zlib import crc32
 
@@ -118,8 +120,8 @@ class StreamFeed:
                 for number in self._open
                 if reader_rank(number, transport.world_size) == transport.rank
             }
-        except BaseException:
-            self._announce_unable()
+        except BaseException as error:
+            self._announce_unable(error)
             raise
 
     def micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -134,8 +136,8 @@ class StreamFeed:
             yield from self._micro_batches()
         except (PeerLostError, PlanMismatchError, StepTimeoutError):  # the others know
             raise
-        except BaseException:  # also if the consumer stops
-            self._announce_unable()
+        except BaseException as error:  # also if the consumer stops
+            self._announce_unable(error)
             raise
 
     def _micro_batches(self) -> Generator[StreamBatch, None, None]:
@@ -167,8 +169,6 @@ class StreamFeed:
                 keys, cursor = step.keys[chosen], Cursor(before.pass_number, number)
                 prepared = self._plans.plan(cursor, keys, step.tokens[chosen], divided.layout(index))
                 plan_seconds = perf_counter() - began
-                checksums = f"{prepared.documents_checksum:08x} {_checksum(prepared.layout):08x}"
-                self._agree(0, number, {"checksums of documents and placement": checksums})
                 fed = replace(self._with_rows(prepared, keys), plan_seconds=plan_seconds)
                 number += 1
                 is_end = index + 1 == divided.num_micro_batches
@@ -192,8 +192,11 @@ class StreamFeed:
 
     def _with_rows(self, prepared: Prepared, keys: IntArray) -> Prepared:
         """Returns the micro-batch with the rows of this rank."""
-        layout, where = prepared.layout, f"micro-batch {prepared.cursor.micro_batch}, tokens of the stream"
-        received = send_tokens(self._transport, layout, keys, self._documents, self._inputs, where)
+        layout, number = prepared.layout, prepared.cursor.micro_batch
+        checksums = f"{prepared.documents_checksum:08x} {_checksum(layout):08x}"
+        agree = partial(self._agree, 0, number, {"checksums of documents and placement": checksums})
+        of_batch = layout, keys, self._documents, self._inputs, f"micro-batch {number}, tokens of the stream"
+        received = send_tokens(self._transport, *of_batch, agree)
         return self._plans.with_rows(prepared, collate(layout, self._transport.rank, keys, received), [])
 
     def _restore(self, number: int) -> None:
@@ -274,12 +277,10 @@ class StreamFeed:
         self._truncated += sum(numbers["truncated"])
         return numbers["integers"]
 
-    def _announce_unable(self) -> None:
+    def _announce_unable(self, error: BaseException) -> None:
         """Tells the other ranks, without waiting for them, that this one does not read on."""
-        try:
-            Agreement.start(self._transport, Occasion.UNABLE, 0, {}, {}, Scope.ROWS)
-        except DistCAError:  # they cannot be reached, and find out by themselves
-            pass
+        with suppress(DistCAError):  # they cannot be reached, and find out by themselves
+            Agreement.announce_unable(self._transport, 0, Occasion.READ, error)
 
 
 def _checksum(layout: Layout) -> int:

@@ -22,7 +22,7 @@ from distca_hf.data.positions import check_checksum, check_identity, whole_numbe
 from distca_hf.data.rows import Reading
 from distca_hf.data.stream_buffer import MOST_READERS, BufferPosition, StreamBuffer
 from distca_hf.data.streams import StreamSource
-from distca_hf.errors import ConfigError, PackingError, StepTimeoutError
+from distca_hf.errors import ConfigError, PackingError
 from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.telemetry import get_logger
 
@@ -30,7 +30,7 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 # Version of `state_dict`.
-STATE_VERSION = 1
+STATE_VERSION = 2
 # Fields of a position within its optimizer step.
 OF_STEP = ("into_step", "micro_batches", "step_batches")
 # Micro-batches in a buffer by default, in addition to an optimizer step: enough to fill gaps.
@@ -190,28 +190,25 @@ class StreamLoader(BaseLoader):
         if self._ahead is not None:  # an iteration that is still held: two threads would mix their exchanges
             self._ahead.close()
         begin = self._position
-        if not self._logged_division:
-            self._logged_division = True
-            self._source.log_division(begin.buffer.num_readers)
-        settings = self._planner.capacity_tokens, self._buffer_tokens, self._seed, self._shuffle, self._planner.fits
         # In the training thread, so that the others name a rank that begins no pass.
-        facts = {
-            **shared_facts(self._planner.config),
-            **self._settings,
-            "position in the stream": begin.in_words(),
-            **self._source.facts(),
-        }
+        with Agreement.announced(self._transport, begin.micro_batches, Occasion.BEGIN):
+            if not self._logged_division:
+                self._logged_division = True
+                self._source.log_division(begin.buffer.num_readers)
+            facts = {
+                **shared_facts(self._planner.config),
+                **self._settings,
+                "position in the stream": begin.in_words(),
+                **self._source.facts(),
+            }
         Agreement.start(self._transport, Occasion.BEGIN, begin.micro_batches, facts, {}).wait()
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
-        try:
-            feed = StreamFeed(
-                *(self._source, begin, StreamBuffer(begin.buffer, *settings), self._reading_transport, self.preparer),
-                self._micro_steps,
-            )
-        except Exception:
-            Agreement.announce_unable(self._transport, begin.micro_batches, Occasion.TAKE)
-            raise
+        planner, of_order = self._planner, (self._seed, self._shuffle)
+        with Agreement.announced(self._transport, begin.micro_batches, Occasion.TAKE):
+            buffer = StreamBuffer(begin.buffer, planner.capacity_tokens, self._buffer_tokens, *of_order, planner.fits)
+            of_feed = self._source, begin, buffer, self._reading_transport, self.preparer, self._micro_steps
+            feed = StreamFeed(*of_feed)
         ahead_of = Prefetcher(feed.micro_batches, self._prefetch, self.times, in_step=True)
         use = None
         self._ahead = ahead_of.__iter__()
@@ -222,17 +219,13 @@ class StreamLoader(BaseLoader):
                         f"rank {self._transport.rank}, micro-batch {self._position.micro_batches}: a later iteration "
                         "of this loader has begun, and only the latest can go on; make a loader for each"
                     )
-                try:
+                number = self._position.micro_batches
+                with Agreement.announced(self._transport, number, Occasion.TAKE):
                     fed = next(ahead, None)
-                except StepTimeoutError:  # a rank that still reads would not hear more
-                    raise
-                except Exception:
-                    Agreement.announce_unable(self._transport, self._position.micro_batches, Occasion.TAKE)
-                    raise
+                    facts = {**self._settings, "contents of documents": fed and fed.contents}
                 if fed is None:
                     break
-                facts = {**self._settings, "contents of documents": fed.contents}
-                batch = self._deliver(fed.prepared, fed.data, self._position.micro_batches, facts)
+                batch = self._deliver(fed.prepared, fed.data, number, facts)
                 self._position = fed.after
                 self.end_of_dataloader = fed.is_last and not self._repeats
                 if fed.is_last:

@@ -7,7 +7,7 @@ A row is int64 `[3 + inputs]`. Every rank knows the layout and which rank reads 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,7 @@ def send_tokens(
     read: Mapping[int, StreamDocument],
     inputs: Inputs,
     where: str,
+    agree: Callable[[], object] = lambda: None,
 ) -> ReceivedTokens:
     """Sends the tokens of a micro-batch from the ranks that read them to those that hold them. A collective call.
 
@@ -134,6 +135,7 @@ def send_tokens(
         read: documents that this rank has read, by key.
         inputs: further inputs of the model.
         where: names the micro-batch, for errors.
+        agree: waits for the other ranks; called when this rank's rows are ready.
     """
     num_ranks, rank = transport.world_size, transport.rank
     document, holder = layout.segment_document, layout.segment_rank
@@ -157,6 +159,7 @@ def send_tokens(
     held = held[np.argsort(reading[held], kind="stable")]
     receive_counts = np.bincount(reading[held], (stop - start)[held], num_ranks).astype(np.int64).tolist()
     asked = AllToAll(torch.from_numpy(rows), send_counts, receive_counts, where)
+    agree()
     received = transport.exchange(asked).wait().numpy()
     segments, at = {}, 0
     for key, begin, end in zip(keys[document[held]].tolist(), start[held].tolist(), stop[held].tolist(), strict=True):

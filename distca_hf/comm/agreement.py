@@ -13,14 +13,15 @@ package keeps one order. For debugging, `CheckedTransport` finds code that does 
 import enum
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from distca_hf.arrays import ceil_div
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
-from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError
+from distca_hf.errors import DistCAError, PeerLostError, PlanMismatchError, StepTimeoutError, first_line, printable
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
@@ -89,6 +90,8 @@ REMEDIES = {
     ),
     Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
 }
+# Bytes in which a rank that is unable says why.
+CAUSE_BYTES = 400
 # Most ranks that an error names for a value. If there are more, it gives the number of the others.
 RANKS_SHOWN = 4
 
@@ -148,17 +151,33 @@ class Agreement:
         return cls(micro_batch, scope, facts, numbers, transport, gather)
 
     @classmethod
-    def announce_unable(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> None:
-        """Tells the other ranks, which go on to this micro-batch, that this one cannot. Only logs if that fails: the
-        caller has an error to raise already.
+    @contextmanager
+    def announced(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> Iterator[None]:
+        """Tells the other ranks, which go on to this micro-batch, if the block fails here, and why. The block makes no
+        collective calls. Only logs if they cannot be told: the block's error is raised in any case.
 
         Args:
             instead_of: the step that the others are about to take.
         """
         try:
-            cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}, SCOPE_OF[instead_of]).gather.wait()
-        except DistCAError as error:
-            log.warning("the other ranks could not be reached: %s", error, extra=OF_THIS_RANK)
+            yield
+        except StepTimeoutError:  # of a thread, from a rank that would not hear more
+            raise
+        except Exception as error:
+            try:
+                for gather in cls.announce_unable(transport, micro_batch, instead_of, error):
+                    gather.wait()
+            except DistCAError as lost:
+                log.warning("the other ranks could not be reached: %s", lost, extra=OF_THIS_RANK)
+            raise
+
+    @classmethod
+    def announce_unable(
+        cls, transport: Transport, micro_batch: int, instead_of: Occasion, error: BaseException
+    ) -> tuple[Gather, Gather]:
+        """Begins to tell the other ranks that this one cannot do its part, and why."""
+        unable = cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}, SCOPE_OF[instead_of])
+        return unable.gather, unable._show_cause(f"{type(error).__name__}: {first_line(error)}")
 
     def wait(self, of: Scope | None = None) -> dict[str, list[int]]:
         """Returns the numbers of every rank, by name.
@@ -187,7 +206,13 @@ class Agreement:
         occasions, micro_batches, digests = set(each_occasion), set(each_micro_batch), set(each_digest)
         if Occasion.UNABLE in occasions:
             unable = [label for label, one in zip(self.labels, each_occasion, strict=True) if one == Occasion.UNABLE]
-            raise PeerLostError(f"{self._where}: rank {', '.join(unable)} could not do its part; see the error there")
+            causes = [printable(text_of(text)) for text in self._show_cause("").wait()]
+            told = "; ".join(
+                f"{text} on rank {label}" for label, text in zip(self.labels, causes, strict=True) if text
+            )
+            raise PeerLostError(
+                f"{self._where}: rank {', '.join(unable)} could not do its part; see the error there: {told}"
+            )
         if len(occasions) > 1 or len(micro_batches) > 1:
             each = zip(each_occasion, each_micro_batch, strict=True)
             doing = [f"{Occasion(one).name.lower()} micro-batch {number}" for one, number in each]
@@ -207,6 +232,10 @@ class Agreement:
     @property
     def _where(self) -> str:
         return f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
+
+    def _show_cause(self, cause: str) -> Gather:
+        """Starts to gather why ranks are unable; empty if this one is able. All ranks call this if one is unable."""
+        return self.transport.gather(integers_of(cause.encode(), CAUSE_BYTES), f"{self._where}, causes", self.scope)
 
     def _differences(self, most_bytes: int) -> list[str]:
         """Gathers the facts themselves and lists the differing ones. All ranks have seen the same digests, so all of

@@ -36,8 +36,7 @@ from distca_hf.torch_private import (
     RowGroup,
     all_to_all_of,
     collectives_started,
-    groups_of,
-    num_groups,
+    ranks_of_groups,
 )
 
 
@@ -99,7 +98,8 @@ class TorchTransport:
         self._latest: dict[Scope, dist.Work] = {}
         self._job_group = dist.group.WORLD  # held, not used: see above
         self._gathered = ("", 0)
-        self._num_groups, self._other_groups = -1, list[dist.ProcessGroup]()
+        # What identified this process's groups when they were last looked at, and groups of other code among them.
+        self._other_groups: tuple[list[int], list[dist.ProcessGroup]] = [], []
         self._on_gpu = device.type == "cuda"
         self._seconds_in_vain = 0
         atexit.register(self.at_exit)
@@ -144,14 +144,15 @@ class TorchTransport:
         """Returns how many exchanges of this transport, and collectives of other code among its ranks, this rank has
         started. When training on GPUs, gloo's collectives of other code do not count: threads that save checkpoints
         start them in any order."""
-        ours, known = self._groups, num_groups()
-        if known != self._num_groups:  # groups were opened or ended
-            others = [group for group in groups_of(self.members(Scope.LAYERS)) if group not in ours]
-            others = [group for group in others if group.group_desc != IN_THREAD]
-            self._num_groups = known
-            self._other_groups = [group for group in others if not (self._on_gpu and group.name() == "gloo")]
-        of_rows = ours[: self._num_row_groups]
-        return sum(map(collectives_started, of_rows)), sum(map(collectives_started, self._other_groups))
+        groups, (known, others) = ranks_of_groups(), self._other_groups
+        if (found := [*map(id, groups)]) != known:  # groups were opened or ended
+            ranks = [*self.members(Scope.LAYERS)]
+            others = [one for one, of_one in groups.items() if sorted(of_one) == ranks and one not in self._groups]
+            others = [one for one in others if one.group_desc != IN_THREAD]
+            others = [one for one in others if not (self._on_gpu and one.name() == "gloo")]
+            self._other_groups = found, others  # at once: the detector's thread calls this, too
+        of_rows = self._groups[: self._num_row_groups]
+        return sum(map(collectives_started, of_rows)), sum(map(collectives_started, others))
 
     def place(self) -> str:
         """Names the last collective call of this rank; empty if there was none."""

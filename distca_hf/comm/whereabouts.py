@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ MOMENTS = 8
 # Parts of paths of torch's files; of those whose functions wait for other ranks; and of some that also write files.
 OF_TORCH, OF_CHECKPOINTS = "/torch/", "/torch/distributed/checkpoint/"
 OF_COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
-# Part of a processor that a thread uses at most while it waits.
+# Share of its time that a thread is at work, or ready for it, at most while it waits.
 WAITING_LOAD = 0.1
 # Characters of a place.
 LONGEST_PLACE = 300
@@ -153,9 +154,7 @@ class Whereabouts(Repeated):
         self._stalled_seconds, self._looked, self._read_at = 0.0, time.monotonic(), READ_SECONDS
         self._suspects: dict[int, Calls] = {}
         self._suspicion: str | None = None
-        self._main = threading.main_thread().ident
-        assert self._main is not None
-        self._clock, self._used, self._load = time.pthread_getcpuclockid(self._main), 0.0, 0.0
+        self._used, self._load = 0.0, 0.0
 
     def begin(self, then: Callable[[], object] = lambda: None) -> None:
         """Starts to look; calls `then` after every look, in the same thread."""
@@ -171,7 +170,7 @@ class Whereabouts(Repeated):
         """Looks once, and returns whether to go on: as long as the store is there, or once ranks wait in vain."""
         if self.in_vain is not None:
             return True
-        now, used = time.monotonic(), time.clock_gettime(self._clock)
+        now, used = time.monotonic(), busy_seconds()
         passed, self._looked = now - self._looked, now
         self._load, self._used = (used - self._used) / max(passed, 1e-3), used
         here = Calls(self._gathers, *self._count())
@@ -209,7 +208,7 @@ class Whereabouts(Repeated):
         return {rank: (place.text, place.look) for rank, place in self.shown().items()}
 
     def _here(self, here: Calls) -> Place:
-        waits_for, place, (code, waits) = self.waits_for, self._place(), _code_of(self._main)
+        waits_for, place, (code, waits) = self.waits_for, self._place(), _code_of(threading.main_thread().ident)
         if waits_for or self._load > WAITING_LOAD:
             waits = ""
         text = waits_for or (f"{code}, after {place}" if place else code)
@@ -230,6 +229,16 @@ class Whereabouts(Repeated):
             self._suspicion = f"ranks wait for each other at different places: {where}"
         if is_known:
             self.in_vain = self._suspicion
+
+
+def busy_seconds() -> float:
+    """Returns how long the main thread has run, or has been ready to run and got no processor. On a busy machine, a
+    thread at work may run as little as one that waits for other ranks."""
+    try:
+        ran_ns, ready_ns, _ = Path("/proc/self/schedstat").read_text().split()
+    except OSError:  # the system does not count what was ready
+        return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+    return 1e-9 * (int(ran_ns) + int(ready_ns))
 
 
 def _place_of(value: bytes) -> Place | None:

@@ -11,6 +11,8 @@ reader and number.
 import inspect
 import zlib
 from collections.abc import Iterator, Mapping
+from copy import copy
+from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -27,6 +29,8 @@ log = get_logger(__name__)
 LOSE_POSITION = ("5.0.0",)
 # Most characters of a fact that ranks compare; longer ones end in a checksum.
 MOST_FACT_CHARACTERS = 160
+# Most files of a list whose sizes are asked for, and most tables of which rows are read, spread over it.
+MOST_FILES, MOST_TABLES = 256, 16
 # Part of `datasets` that forgets the rows that it holds when its state is loaded.
 SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
 
@@ -95,7 +99,7 @@ class StreamSource:
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
         self._stream, self._shuffle = stream, shuffle
-        self.has_given_rows = self._reads_tables = False
+        self.has_given_rows, self._reads_tables, self._files = False, False, ""
         if isinstance(stream, datasets.IterableDataset):
             if datasets.__version__ in LOSE_POSITION:
                 raise PackingError(
@@ -110,6 +114,7 @@ class StreamSource:
             # Python decodes images and sound, for which columns are known.
             decoded = any(is_media("", feature) for feature in (stream.features or {}).values())
             self._reads_tables = stream._ex_iterable.iter_arrow is not None and not decoded
+            self._files = _checksum([*_sources_of(stream._ex_iterable)])
         # Whether the stream loses no rows when its state is loaded.
         self.saves_position = not _has_buffer(getattr(stream, "_ex_iterable", None))
         if not self.saves_position:
@@ -123,6 +128,7 @@ class StreamSource:
             "readers": num_readers,
             "shards": int(stream.num_shards) if self.is_divided_here else 0,
             "columns": ", ".join(sorted(stream.column_names or ())) if self.is_divided_here else "",
+            "files": self._files,
             "cut_tokens": 0 if self.overlong == "error" else self.longest_tokens,
             "skips_bad_rows": self.skips_bad_rows,
         }
@@ -164,6 +170,7 @@ class StreamSource:
             uneven = self._strategy(num_readers) == "shards" and part.num_shards % num_readers
             how = {"strategy": "shards"} if uneven else {}
             part = split_dataset_by_node(part, rank=reader, world_size=num_readers, **how)
+            part._ex_iterable = _separate(part._ex_iterable)
         if self._reads_tables:
             part = part.with_format("arrow")
         if self._shuffle and hasattr(part, "set_epoch"):
@@ -183,12 +190,23 @@ def _steps_of(part: Any) -> Iterator[str]:
         yield from _steps_of(inner)
 
 
-def _text_of(value: Any) -> str:
-    """Returns a text that is the same on every rank for the same value; empty if that cannot be known."""
+def _sources_of(part: Any) -> Iterator[str]:
+    """Yields texts of the files and tables from which a stream of `datasets` reads."""
+    yield _text_of([*getattr(part, "kwargs", {}).values()])
+    for inner in _inner(part):
+        yield from _sources_of(inner)
+
+
+def _text_of(value: Any, looks: bool = True) -> str:
+    """Returns a text that is the same on every rank for the same value; empty if that cannot be known.
+
+    Args:
+        looks: whether to look at a file or table.
+    """
     import datasets
 
-    if isinstance(value, str):  # folders of a file, and signatures of an address, may differ
-        return value.partition("?")[0].rpartition("/")[2]
+    if isinstance(value, str):
+        return _text_of_file(value, looks)
     if isinstance(value, bool | int | float):
         return "" if value is False else str(value)
     if isinstance(value, np.random.Generator):
@@ -196,15 +214,45 @@ def _text_of(value: Any) -> str:
     if isinstance(value, Mapping):  # may hold passwords
         return _checksum({name: _text_of(one) for name, one in value.items()}) if value else ""
     if isinstance(value, list | tuple):
-        return ", ".join(filter(None, map(_text_of, value)))
+        most = MOST_TABLES if isinstance(next(iter(value), None), datasets.Dataset) else MOST_FILES
+        looked_at = {*np.linspace(0, len(value) - 1, min(len(value), most), dtype=int).tolist()}
+        texts = (_text_of(one, number in looked_at) for number, one in enumerate(value))
+        return ", ".join(filter(None, texts))
     if isinstance(value, datasets.Dataset):
-        first = 0 if value._indices is None or not len(value) else value._indices.column(0)[0].as_py()
-        return f"{len(value)} rows that begin with {_checksum(value.data.slice(first, 1).to_pylist())}"
+        if not looks or not len(value):
+            return f"{len(value)} rows"
+        numbers = {0, len(value) // 2, len(value) - 1}
+        if value._indices is not None:
+            numbers = {value._indices.column(0)[number].as_py() for number in numbers}
+        rows = [value.data.slice(number, 1).to_pylist() for number in sorted(numbers)]
+        return f"{len(value)} rows, some of which have {_checksum(rows)}"
     return str(getattr(value, "__qualname__", ""))
+
+
+def _text_of_file(path: str, looks: bool) -> str:
+    """Returns the name of a file, with the size of a local one, and the revision of one of the hub. Folders, times and
+    signatures of addresses differ between copies."""
+    if path.startswith("hf://"):
+        return path.partition("?")[0]
+    name = path.partition("?")[0].rpartition("/")[2]
+    local = Path(path.rpartition("::")[2].removeprefix("file://"))
+    return f"{name} of {local.stat().st_size} bytes" if looks and "/" in path and local.is_file() else name
 
 
 def _checksum(value: object) -> str:
     return f"checksum {zlib.crc32(str(value).encode()):08x}"
+
+
+def _separate(step: Any) -> Any:
+    """Returns copies of the steps that make the rows of a stream of `datasets`. They hold positions. Otherwise readers
+    of one process, and those of an earlier iteration, share them: `datasets` copies only the last step."""
+    step = copy(step)
+    for name, value in vars(step).items():
+        if name == "ex_iterable":
+            step.ex_iterable = _separate(value)
+        elif name == "ex_iterables":
+            step.ex_iterables = [_separate(one) for one in value]
+    return step
 
 
 def _inner(part: Any) -> list[Any]:

@@ -78,26 +78,28 @@ def _placed(work: IntArray, home: IntArray, num_ranks: int) -> IntArray:
     loads = sum_by(home, work, num_ranks)
     if are_even(loads):
         return home
-    least = max(loads.mean(), work.max())
-    best = _dealt(work, home, num_ranks, 0.0)
-    most = sum_by(best, work, num_ranks).max()
+    least, best = max(loads.mean(), work.max()), None
     for staying in STAYING:
         dealt = _dealt(work, home, num_ranks, staying * least)
-        if sum_by(dealt, work, num_ranks).max() <= HARDLY_MORE * most:
+        busiest = sum_by(dealt, work, num_ranks).max()
+        if busiest <= HARDLY_MORE * least:  # some rank has as much in any case
             return dealt
+        best = _dealt(work, home, num_ranks, 0.0) if best is None else best
+        if busiest <= HARDLY_MORE * sum_by(best, work, num_ranks).max():
+            return dealt
+    assert best is not None
     return best
 
 
 def _dealt(work: IntArray, home: IntArray, num_ranks: int, room: float) -> IntArray:
     """Deals images, the largest first. An image stays home if its rank then has at most `room` work."""
-    loads, of_images, of_homes = [0] * num_ranks, work.tolist(), home.tolist()
-    least_busy, rank_of = [(0, rank) for rank in range(num_ranks)], of_homes.copy()
+    loads, of_images, rank_of = [0] * num_ranks, work.tolist(), home.tolist()
+    least_busy = [(0, rank) for rank in range(num_ranks)]  # a heap, whose entries may be out of date
     for image in np.argsort(-work, kind="stable").tolist():
-        rank = of_homes[image]
-        if loads[rank] + of_images[image] > room:
-            while least_busy[0][0] != loads[least_busy[0][1]]:  # it has more work by now, and another entry
-                heapq.heappop(least_busy)
-            rank = rank_of[image] = least_busy[0][1]
-        loads[rank] += of_images[image]
-        heapq.heappush(least_busy, (loads[rank], rank))
+        size, rank = of_images[image], rank_of[image]
+        if loads[rank] + size > room:
+            while least_busy[0][0] != loads[rank := least_busy[0][1]]:
+                heapq.heapreplace(least_busy, (loads[rank], rank))
+            rank_of[image] = rank
+        loads[rank] += size
     return np.array(rank_of, dtype=np.int64)

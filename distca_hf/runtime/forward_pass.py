@@ -265,9 +265,10 @@ class ForwardPass:
         # If the first call differs from before, for example under another autocast, later ones are not known either.
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
-        states = {kind: _checksum([*state.items()]) for kind, state in self._state.items()}
-        states = {**dict.fromkeys((WEIGHTS, BUFFERS), UNKNOWN), **states}
-        of_ranks = self._agree(facts, {name: checksum, **states, **({} if self._also is None else self._also.show())})
+        with Agreement.announced(self._transport, self._micro_batch, Occasion.ATTEND):
+            states = {kind: _checksum([*state.items()]) for kind, state in self._state.items()}
+            also = {} if self._also is None else self._also.show()
+        of_ranks = self._agree(facts, {name: checksum, WEIGHTS: UNKNOWN, BUFFERS: UNKNOWN, **states, **also})
         if self._also is not None:
             self._also.seen(of_ranks, self._micro_batch)
         for kind in (WEIGHTS, BUFFERS):

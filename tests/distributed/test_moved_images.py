@@ -37,6 +37,8 @@ OF_ONE_SIZE, FORMS = ("internvl", "gemma3", "llava"), {"gemma3": "llava", "kimi_
 # Largest difference of a gradient. Kimi K2.5 rounds some numbers to float32, also without distca.
 MOST, OF_KIMI = 1e-12, 1e-6
 PAGE, CLIP = Image(5, 8, 12), Image(6, 4, 8, frames=6)
+# Has more tokens than a rank's share.
+FILM = Image(7, 8, 12, frames=12)
 CASES = ("one rank", "some ranks", "all ranks")
 
 
@@ -51,6 +53,8 @@ def rows_of(kind: str, case: str, num_ranks: int) -> list[list[Row]]:
         return [text[:1], many, *few[2:]]
     if case == "one image":
         return [*([row] for row in text[1:]), [[words(9, 1), CAT, TAIL]]]
+    if case == "a long video":
+        return [[[QUESTION, FILM, TAIL], text[0]], *([row] for row in text[1:])]
     if case == "videos":
         return [[[QUESTION, CLIP, TAIL], [CAT, words(9, 9), CLIP]], *few[1:]]
     return [many, *few[1:]]
@@ -197,6 +201,14 @@ def test_frames_of_videos_are_computed_by_themselves(kind: str, tmp_path: Path) 
     [(before, after)] = check(kind, "plain", ["videos"], 2, tmp_path).values()
 
     assert before > 1.8 > 1.05 > after
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_video_may_be_longer_than_the_share_of_a_rank(kind: str, tmp_path: Path) -> None:
+    """Its frames are computed on three ranks, and its tokens are cut between them, with their further features."""
+    [(before, after)] = check(kind, "plain", ["a long video"], 3, tmp_path).values()
+
+    assert (before, after) == (3.0, 1.0)
 
 
 def _exchange(rows: Sequence[Sequence[Row]]) -> list[tuple[list[int], int]]:

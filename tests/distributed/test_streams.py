@@ -277,6 +277,11 @@ def _other_rows(kind: str, folder: Path) -> None:
         for file in files:
             file.write_text(json.dumps({"input_ids": [1, 2, 3]}) + "\n")
         stream = load_dataset("json", data_files=[*map(str, files)], split="train", streaming=True)
+    elif kind == "sizes":
+        file = folder / str(rank) / "a.jsonl"
+        file.parent.mkdir()
+        file.write_text((json.dumps({"input_ids": [1, 2, 3]}) + "\n") * (rank + 1))
+        stream = load_dataset("json", data_files=[str(file)], split="train", streaming=True)
     elif kind == "rows":
         rows = Dataset.from_dict({"input_ids": [numbered(number) for number in range(40)]})
         stream = rows.shuffle(seed=rank).to_iterable_dataset()
@@ -298,8 +303,9 @@ def _even(row: dict[str, Any]) -> bool:
     ("kind", "told"),
     [
         ("seed", r"generator=checksum \w{8}\) on rank 0, .*generator=checksum \w{8}\) on rank 1"),
-        ("files", r"base_files=a\.jsonl, b\.jsonl.* on rank 0, .*base_files=a\.jsonl, c\.jsonl.* on rank 1"),
-        ("rows", r"shards=40 rows that begin with checksum \w{8}, .* on rank 0, .*=40 rows .* on rank 1"),
+        ("files", r"base_files=a\.jsonl .*, b\.jsonl.* on rank 0, .*base_files=a\.jsonl .*, c\.jsonl.* on rank 1"),
+        ("sizes", r"base_files=a\.jsonl of 25 bytes.* on rank 0, .*base_files=a\.jsonl of 50 bytes.* on rank 1"),
+        ("rows", r"shards=40 rows, some of which have checksum \w{8}, .* on rank 0, .*=40 rows, .* on rank 1"),
         ("filter", r"mask_function=_even.* on rank 0, .*mask_function=_odd.* on rank 1"),
     ],
 )

@@ -124,12 +124,13 @@ def test_a_rank_that_cannot_read_its_part_stops_all(tmp_path: Path) -> None:
     outcomes = start_ranks(WORLD, _train_on_a_damaged_row, tmp_path, tmp_path)
 
     assert all(outcome.exit_code == 1 for outcome in outcomes)
-    damaged = [outcome for outcome in outcomes if "PackingError: row 2" in outcome.output]
+    damaged = [outcome for outcome in outcomes if "errors.PackingError: row 2" in outcome.output]
     assert len(damaged) == 1
     for outcome in outcomes:
         if outcome is not damaged[0]:
             assert "PeerLostError" in outcome.output
-            assert f"micro-batch 0: rank {damaged[0].rank} could not do its part" in outcome.output
+            told = f"rank {damaged[0].rank} could not do its part; see the error there: PackingError: row 2"
+            assert f"micro-batch 0: {told}" in outcome.output
     assert not list(tmp_path.glob("trained-*"))
 
 

@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 
 import distca_hf
 from support.apart import WHERE, Apart, hurry, train
 from support.harm import Harm, finished_steps, train_until_harm
-from support.ranks import Outcome, start_ranks
+from support.ranks import Outcome, run_ranks, start_ranks
 
 
 WORLD = 3
@@ -120,7 +122,7 @@ def _wait_in_other_code(other_waits: bool) -> tuple[str, list[bool]]:
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     counted = []
     for transport._on_gpu in (True, False):
-        transport._num_groups = -1
+        transport._other_groups = [], []
         counted.append(transport.started()[1] > 0)
     loss = wrapped(torch.ones(1, 2)).sum()
     if torch.distributed.get_rank() == HARMED:
@@ -149,6 +151,27 @@ def test_ranks_that_wait_in_other_code_alone_end_unless_one_is_only_slow(other_w
             r"different places: .*test_lost_rank.py:\d+ .* on ranks 0 and 2, .*test_lost_rank.py:\d+ .* on rank 1\."
         )
         assert re.search(places, outcome.output), outcome.output
+
+
+def _open_a_group_while_it_is_looked_at() -> tuple[bool, int]:
+    """Whether the detector's thread lives on, and how many collectives of the new group are counted."""
+    hurry()
+    detector = (transport := distca_hf.DistCAPlugin().transport(torch.device("cpu")))._whereabouts
+    register, before = distributed_c10d._new_process_group_helper, transport.started()[1]
+
+    def register_slowly(*args: Any, **settings: Any) -> Any:
+        registered, looks = register(*args, **settings), detector._looks
+        while detector._looks < looks + 2 and detector._thread.is_alive():  # torch does not know its ranks yet
+            time.sleep(0.01)
+        return registered
+
+    distributed_c10d._new_process_group_helper = register_slowly
+    torch.distributed.all_reduce(torch.ones(1), group=torch.distributed.new_group())
+    return detector._thread.is_alive(), transport.started()[1] - before
+
+
+def test_a_group_may_open_while_the_detector_looks(tmp_path: Path) -> None:
+    assert run_ranks(2, _open_a_group_while_it_is_looked_at, tmp_path) == [(True, 1)] * 2
 
 
 def _reduce_until_a_rank_is_gone(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""A Trainer whose batches have images on some ranks: losses and weights are those of sdpa, and towers are even."""
+"""A Trainer whose batches have images on some ranks: losses and weights are those of sdpa, and towers are even; also
+if its model is sharded, with attention servers, and in reported steps."""
 
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.multimodal import document, multimodal_model
 from support.ranks import run_ranks
+from support.training import DISTRIBUTED_TYPES, computing_arguments
 from support.versions import images_may_move
 
 
@@ -40,22 +42,27 @@ class Towers(TrainerCallback):
             self.seen.append(watch.towers.imbalance)
 
 
-def _train(folder: Path, implementation: str) -> Result:
+def _train(folder: Path, implementation: str, wrap: str = "ddp", report_every_steps: int = 0) -> Result:
     # Rank 0 gets rows with images in every step, rank 1 none.
     rows = [{"number": 2 * row + (1 if row // 2 % WORLD == 0 else 0), "answer": [3 + row] * 12} for row in range(24)]
-    settings = {"max_steps": STEPS, "gradient_accumulation_steps": 2, "ddp_find_unused_parameters": True}
-    settings["train_sampling_strategy"] = "sequential"
+    settings: dict[str, Any] = {"max_steps": STEPS, "gradient_accumulation_steps": 2}
+    settings |= {"train_sampling_strategy": "sequential", "ddp_find_unused_parameters": True}
+    if wrap != "ddp":  # towers are sharded with the rest
+        of_wrap = computing_arguments(wrap, "", "Qwen2_5_VLDecoderLayer")
+        settings |= {"ddp_find_unused_parameters": None, "use_cpu": False, **of_wrap}
     common = arguments(folder, **settings, remove_unused_columns=False) | {"per_device_train_batch_size": 2}
     torch.manual_seed(0)
     model, towers = multimodal_model("qwen2_5_vl", implementation), Towers()
     data = Dataset.from_list(rows)
     trainer = Trainer(model, TrainingArguments(**common), train_dataset=data, data_collator=joined, callbacks=[towers])
     if implementation == "distca":
-        distca_hf.DistCAPlugin().attach(trainer)
+        distca_hf.DistCAPlugin(report_every_steps=report_every_steps).attach(trainer)
     trainer.train()
+    assert trainer.accelerator.distributed_type == DISTRIBUTED_TYPES[wrap.rstrip("123")]
     losses = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return losses, {name: weight.detach().clone() for name, weight in model.named_parameters()}, towers.seen
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()} if wrap == "ddp" else {}
+    return losses, weights, towers.seen
 
 
 def _train_both(folder: Path) -> tuple[Result, Result]:
@@ -72,3 +79,23 @@ def test_losses_are_those_of_sdpa_and_towers_are_even(tmp_path: Path) -> None:
     for name, weight in usual[1].items():
         torch.testing.assert_close(ours[1][name], weight, atol=2e-4, rtol=0, msg=name)
     assert ours[2] == [(2.0, 1.0)] * STEPS
+
+
+@images_may_move
+@pytest.mark.parametrize(
+    ("wrap", "servers", "report"), [("fsdp1", 0, True), ("fsdp2", 0, False), ("zero3", 0, False), ("ddp", 1, True)]
+)
+def test_losses_of_wrapped_models_and_with_attention_servers_are_those_of_sdpa(
+    wrap: str, servers: int, report: bool, tmp_path: Path
+) -> None:
+    """A rank without images takes part in towers that are sharded."""
+    usual, _ = run_ranks(WORLD, _train, tmp_path / "usual", tmp_path, "sdpa")
+    of_ours = tmp_path, "distca", wrap, int(report)
+    ours, _ = run_ranks(WORLD, _train, tmp_path / "ours", *of_ours, servers=servers)
+
+    assert len(ours[0]) == STEPS
+    for (loss, norm), (loss_of_sdpa, norm_of_sdpa) in zip(ours[0], usual[0], strict=True):
+        assert loss == pytest.approx(loss_of_sdpa, rel=2e-6, abs=1e-5)
+        assert norm == pytest.approx(norm_of_sdpa, rel=5e-5, abs=1e-6)
+    assert ours[2] == [(2.0, 1.0)] * STEPS
+    assert len([*(tmp_path / "distca_report").glob("*.jsonl")]) == (WORLD if report else 0)

@@ -239,14 +239,12 @@ class DecoderBorders:
                 f"those in an earlier batch of the same form: {shown}; nothing was sent. Give the model the same "
                 "inputs in every pass on such a batch"
             )
-        try:
-            self._check_known(given, f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}")
-        except UnsupportedAttentionError:
-            if known is None:
-                Agreement.announce_unable(plan.transport, plan.micro_batch, Occasion.MOVE)
-            raise
+        where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}"
         if known is not None:
+            self._check_known(given, where)
             return known
+        with Agreement.announced(plan.transport, plan.micro_batch, Occasion.MOVE):
+            self._check_known(given, where)
         if len(self._columns) >= REMEMBERED_FORMS:
             self._columns.clear()
         return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan))

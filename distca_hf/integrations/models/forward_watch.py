@@ -22,6 +22,7 @@ from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Read
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.batches.square_masks import is_square, numbered_rows, tokens_in
 from distca_hf.batches.written_batches import WrittenBatches, state_of
+from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
@@ -91,8 +92,7 @@ class ForwardWatch:
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted, self._check.check_calls)
         self.loss = PlacedLoss(inner, root)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
-        self._names = names_by_position(root)
-        self._accepts_use_cache = takes_use_cache(inner)
+        self._names, self._accepts_use_cache = names_by_position(root), takes_use_cache(inner)
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
@@ -201,13 +201,11 @@ class ForwardWatch:
             self._borders.end()
             return args, batch | self._mixers.alone(batch, trains)
         if not isinstance(plan, LivePlan):
-            raise PlanError(
-                f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
-                "unchanged"
-            )
+            raise PlanError(f"distca_plan is a {type(plan).__name__}, not a loader's plan; pass batches on unchanged")
         if not is_given:
-            self._check.check_model(module)
-            self._prepare(module, plan.config, plan.transport.world_size)
+            with Agreement.announced(plan.transport, plan.micro_batch, Occasion.ATTEND):
+                self._check.check_model(module)
+                self._prepare(module, plan.config, plan.transport.world_size)
         self._check.check_plan(plan)
         self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
@@ -239,11 +237,10 @@ class ForwardWatch:
 
     def _begin(self, module: nn.Module, plan: LivePlan, trains: bool) -> None:
         """Begins a pass for which `_prepare` was called."""
-        calls, grid = self._check.num_calls, self.context.members.grid
+        calls, grid, parts = self._check.num_calls, self.context.members.grid, self._recomputed.parts
         layers = self._check.pass_layers(self._recomputed.regions)
-        trace = self.reported_steps.begin(
-            plan, trains, lambda: predictable(self.root, self.flops, self._recomputed.parts(module), grid)
-        )
+        predict = partial(predictable, self.root, self.flops)
+        trace = self.reported_steps.begin(plan, trains, lambda: predict(parts(module), grid))
         of_check = self._check.calls_before, trace, self._check.shared_state(grid)
         plan.begin_forward_pass(calls, self._facts, layers, *of_check)
 
@@ -257,11 +254,8 @@ class ForwardWatch:
         return {"use_cache": False}
 
     def _attends_locally(self, batch: Batch, trains: bool, evaluates: bool) -> bool:
-        """Returns whether this rank attends to a batch without a plan, independently of other ranks.
-
-        It does so on a single rank whose documents share nothing, with a cache, and if the model is not training
-        (evaluation, generation, a teacher) unless the setting `evaluate` is "distca".
-        """
+        """Returns whether this rank attends to a batch without other ranks: if it is a single one, and documents share
+        nothing; with a cache; or without training (evaluation, a teacher), unless `evaluate` is "distca"."""
         evaluates, members = evaluates and self.context.evaluate == "distca", self.context.members
         # Tensor ranks of one data rank have nothing to exchange, but agree.
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
@@ -274,17 +268,23 @@ class ForwardWatch:
 
     def _plan_given(self, module: nn.Module, batch: Batch, trains: bool) -> LivePlan | None:
         """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide the same."""
-        self._check.check_model(module)
         planner = self._planner_on(tokens_of(batch).device)
-        of_towers = self._check.images_wait(module.training), self._check.gradients_before_decoder()
-        returning, reason = self.loss.begin(batch if trains and not self._mixers.need_whole else None)
+        prepare = partial(self._prepare, module, self.context, planner.world_size)
+        with planner.announced():
+            self._check.check_model(module)
+            of_towers = self._check.images_wait(module.training), self._check.gradients_before_decoder()
+            returning, reason = self.loss.begin(batch if trains and not self._mixers.need_whole else None)
+            of_batch = batch, module.training, self._counted.has_noise
+            own = self._sharing.why_unshared(*of_batch), self.towers.arguments(batch)
+            if looks := is_due(self._passes_with_gradients + 1):  # at the model, and may refuse it
+                prepare()
 
         def meanwhile() -> None:
-            self._prepare(module, self.context, planner.world_size)
+            if not looks:
+                prepare()
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
-        own = self._sharing.why_unshared(batch, module.training, self._counted.has_noise), self.towers.arguments(batch)
         plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, *own)
         self.towers.begin(batch, planner.images)
         if plan is not None:

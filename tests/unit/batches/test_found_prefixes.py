@@ -3,6 +3,7 @@
 import logging
 import tracemalloc
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_ranks_gather_all_hashes_only_if_documents_begin_alike() -> None:
         places = count_gathers(transport)
         for batches in (apart, alike):
             read = READER.read(batches[transport.rank])
-            [batch] = DocumentGather(transport, [read], 1, LEAST, f"documents {len(places)}").wait()
+            [batch] = DocumentGather(transport, 1, partial(list, [read]), 1, LEAST, f"documents {len(places)}").wait()
             assert (batch.hashes == []) == (batches is apart)
         return [len(places)]
 
@@ -113,7 +114,7 @@ def test_hashes_of_all_batches_and_ranks_come_to_their_documents() -> None:
     known = [[READER.read(batch) for batch in of_rank] for of_rank in batches]
 
     def run(transport: LoopbackTransport) -> list[list[list[int]]]:
-        gather = DocumentGather(transport, known[transport.rank], 6, LEAST, "documents")
+        gather = DocumentGather(transport, len(known[0]), lambda: known[transport.rank], 6, LEAST, "documents")
         return [[of_document.tolist() for of_document in batch.hashes] for batch in gather.wait()]
 
     first, second = run_ranks(2, run)

@@ -110,7 +110,7 @@ def test_runs_of_all_batches_and_ranks_are_gathered_with_lengths() -> None:
 
     def run(transport: LoopbackTransport) -> list[tuple[list[list[int]], list[list[int]]]]:
         reads = [IMAGE_READER.read({"input_ids": one}) for one in ids[transport.rank]]
-        gathered = DocumentGather(transport, reads, 2, 0, "documents", (0, 4)).wait()
+        gathered = DocumentGather(transport, len(reads), lambda: reads, 2, 0, "documents", (0, 4)).wait()
         return [
             ([one.tolist() for one in batch.lengths], [one.tolist() for one in batch.image_runs]) for batch in gathered
         ]

@@ -107,7 +107,8 @@ def test_a_signal_reaches_all_stages_with_the_next_micro_batch() -> None:
 def test_a_rank_that_is_unable_shows_it_to_those_of_its_step(occasion: Occasion) -> None:
     def body(transport: LoopbackTransport) -> str:
         if transport.grid.rank == 3:
-            Agreement.announce_unable(transport, 0, occasion)
+            with pytest.raises(ValueError, match="bad"), Agreement.announced(transport, 0, occasion):
+                raise ValueError("this batch is bad\nand long")
             return ""
         try:
             Agreement.start(transport, occasion, 0, {}, {}).wait()
@@ -116,7 +117,7 @@ def test_a_rank_that_is_unable_shows_it_to_those_of_its_step(occasion: Occasion)
         return "agreed"
 
     by_rank = run_ranks(1, body, tensor_ranks=2, stages=2)
-    words = "rank 3 (stage 1, tensor 1) could not do its part"
+    words = "rank 3 (stage 1, tensor 1) could not do its part; see the error there: ValueError: this batch is bad on"
     assert words in by_rank[2]
     for seen in by_rank[:2]:
         assert (seen == "agreed") if occasion is Occasion.PLAN else (words in seen)
@@ -132,8 +133,9 @@ def test_all_agreements_are_equally_wide() -> None:
 
     transport = Counting()
     Agreement.start(transport, Occasion.TAKE, 0, {"a": 1, "b": 2, "c": 3}, {"d": 4}).wait()
-    Agreement.announce_unable(transport, 0, Occasion.TAKE)
-    assert widths == [WIDTH, WIDTH]
+    with pytest.raises(ValueError, match="bad"), Agreement.announced(transport, 0, Occasion.TAKE):
+        raise ValueError("bad")
+    assert widths[:2] == [WIDTH, WIDTH]
 
 
 @pytest.mark.parametrize("differs", [False, True])

@@ -1,12 +1,14 @@
 """Ranks whose collective calls are in different orders cannot meet; one that is only behind can."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from distca_hf.comm import whereabouts
-from distca_hf.comm.whereabouts import Calls, Place, Repeated, Whereabouts, cannot_meet
+from distca_hf.comm.whereabouts import Calls, Place, Repeated, Whereabouts, busy_seconds, cannot_meet
 
 
 def _place(*moments: tuple[int, int, int], waits: str = "", on_gpu: bool = False) -> Place:
@@ -127,3 +129,26 @@ def test_rank_that_loses_the_store_goes_by_what_it_has_read(readings: int, monke
     ranks[0]._store = _Gone()  # type: ignore[assignment]
     assert ranks[0].look() == (readings > 0)
     assert ("different places" in str(ranks[0].in_vain)) == (readings > 0)
+
+
+def _burn(seconds: float) -> None:
+    began = time.thread_time()
+    while time.thread_time() < began + seconds:
+        pass
+
+
+@pytest.mark.parametrize("counts_ready", [True, False], ids=["schedstat", "only a clock"])
+def test_a_thread_at_work_is_busy_and_one_that_waits_is_not(
+    counts_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not counts_ready:
+        monkeypatch.setattr(whereabouts.Path, "read_text", lambda path: path.rename("/nowhere/to/be/found"))
+    before = busy_seconds()
+    _burn(0.2)
+    assert busy_seconds() - before > 0.1
+
+    other = threading.Thread(target=_burn, args=(0.5,))
+    other.start()
+    before = busy_seconds()
+    other.join()
+    assert busy_seconds() - before < 0.3

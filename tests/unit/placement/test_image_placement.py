@@ -4,7 +4,7 @@ import numpy as np
 
 from distca_hf.arrays import sum_by
 from distca_hf.cost import imbalance
-from distca_hf.placement.images import ImageCost, place_images
+from distca_hf.placement.images import HARDLY_MORE, STAYING, ImageCost, are_even, place_images
 
 
 PAGE, PHOTO = 128 * 128, 32 * 32
@@ -58,3 +58,28 @@ def test_a_rank_without_an_image_computes_a_copy_of_the_smallest() -> None:
 
     assert sorted(placed.rank_of.tolist()) == [0, 2]
     assert placed.dummies.tolist() == [-1, 0, -1, 0]
+
+
+def _dealt_plainly(work: np.ndarray, home: np.ndarray, num_ranks: int, room: float) -> list[int]:
+    """Looks at all ranks for each image."""
+    loads, rank_of = np.zeros(num_ranks, dtype=np.int64), home.tolist()
+    for image in np.argsort(-work, kind="stable"):
+        if loads[rank_of[image]] + work[image] > room:
+            rank_of[image] = int(loads.argmin())
+        loads[rank_of[image]] += work[image]
+    return rank_of
+
+
+def test_images_are_dealt_as_by_looking_at_all_ranks() -> None:
+    random = np.random.default_rng(0)
+    for most in (3, 50, 10**9) * 30:  # many are equal, and few
+        num_ranks = int(random.integers(1, 9))
+        work = random.integers(1, most, random.integers(1, 40))
+        home = random.integers(0, num_ranks, len(work))
+        least, loads = max(work.sum() / num_ranks, work.max()), sum_by(home, work, num_ranks)
+        dealt = [_dealt_plainly(work, home, num_ranks, staying * least) for staying in (*STAYING, 0.0)]
+        busiest = [sum_by(np.array(of), work, num_ranks).max() for of in dealt]
+        first = next(at for at, load in enumerate(busiest) if at == len(STAYING) or load <= HARDLY_MORE * busiest[-1])
+
+        placed = place_images(work, home, num_ranks).rank_of.tolist()
+        assert placed == (home.tolist() if are_even(loads) else dealt[first])
