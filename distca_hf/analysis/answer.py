@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, fit_lengths
-from distca_hf.analysis.first_step import StepReport
+from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, StepReport
 from distca_hf.analysis.fit import Room, advice, check_tiles_and_host
 from distca_hf.analysis.memory import (
     Checkpointing,
@@ -20,7 +19,7 @@ from distca_hf.analysis.memory import (
 )
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, find_profile
-from distca_hf.analysis.request import PlanRequest
+from distca_hf.analysis.request import PlanRequest, fit_lengths
 from distca_hf.analysis.simulate.costs import Costs, Tiles
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
@@ -125,7 +124,6 @@ class Estimates:
         return {"attention": attention.tolist(), "rest": rest.tolist()}
 
     def as_json(self) -> dict[str, object]:
-        """Returns all figures by their names."""
         return {
             "attention_share": self.ours.attention_share,
             "over_plain": self.ours.times_as_fast,
@@ -229,7 +227,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Spread":
-        """Returns the spread of `[micro_batches]` values."""
         return cls(float(values.mean()), float(np.percentile(values, 95)), float(values.max()))
 
 
@@ -255,7 +252,6 @@ class EpochFigures:
 
     @classmethod
     def of(cls, plans: EpochPlans, document_tokens: IntArray) -> "EpochFigures":
-        """Returns the figures of the plans of an epoch with `[documents]` lengths."""
         return cls(
             documents=len(document_tokens),
             tokens=int(document_tokens.sum()),
@@ -275,20 +271,17 @@ class PlanAnswer:
     Attributes:
         step: the first optimizer step, planned in full.
         epoch: balance of all micro-batches of the epoch.
-        imbalance_before: `[micro_batches]` float64 max/mean work of documents in order, for the picture.
         estimates: None if the model's size is not known.
         choices: other numbers of tokens per rank; none for documents that were given as a batch, and for a pipeline.
     """
 
     step: StepReport
     epoch: EpochFigures
-    imbalance_before: np.ndarray
     assumptions: Assumptions
     estimates: Estimates | None
     choices: Sequence[Choice]
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON object of the first step, with `whole_epoch`, `estimates`, `choices` and `pipeline`."""
         estimates, pipeline = None, self.step.request.pipeline
         if self.estimates is not None:
             estimates = {
@@ -326,7 +319,6 @@ def make_answer(
     return PlanAnswer(
         step=step,
         epoch=EpochFigures.of(plans, packed.document_tokens),
-        imbalance_before=plans.imbalance_before,
         assumptions=assumptions,
         estimates=estimates,
         choices=_choices(step, plans, given_tokens, assumptions, estimates),
@@ -343,7 +335,6 @@ def _choices(
         return []
 
     def choice(tokens_per_rank: int) -> Choice:
-        """Returns the choice of a number of tokens per rank; for the requested one, with the estimates."""
         other = replace(request, tokens_per_rank=tokens_per_rank, bytes_limit=None)
         of_choice = estimates
         if tokens_per_rank != request.tokens_per_rank:

@@ -180,16 +180,13 @@ class _Notes(PassTrace):
         self._lines: list[str] = []
 
     def note(self, text: str) -> None:
-        """Adds the text of a call, an exchange or a wait."""
         self._texts.append(text)
 
     def started(self, asked: AllToAll) -> None:
-        """Notes an exchange that starts."""
         parts = [_rows_of_ranks(asked.send_counts, "to"), _rows_of_ranks(asked.receive_counts, "from")]
         self.note(f"{_what(asked)}: {'; '.join(filter(None, parts)) or 'no rows of this rank, only of others'}")
 
     def waited(self, asked: AllToAll) -> None:
-        """Notes the wait for an exchange."""
         self.note(_what(asked))
 
     def spent(self, use: Spent) -> None:
@@ -203,7 +200,6 @@ class _Notes(PassTrace):
 
 
 def _what(asked: AllToAll) -> str:
-    """Returns what an exchange sends: the last part of its place."""
     return asked.where.split(", ")[-1]
 
 

@@ -205,7 +205,6 @@ def shape_of_config(config: Mapping[str, object], name: str, where: str) -> Mode
 
 
 def _positive(config: Mapping[str, object], key: str, where: str) -> int:
-    """Returns a whole number above zero."""
     value = config.get(key)
     if value is None:
         raise ConfigError(f"{where} has no {key}")

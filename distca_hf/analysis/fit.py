@@ -67,11 +67,9 @@ class Room:
     ranks_per_node: int = 8
 
     def node_bytes(self, memory: Memory, num_ranks: int) -> int:
-        """Returns the bytes on the host of all GPUs of a node."""
         return memory.host * min(num_ranks, self.ranks_per_node)
 
     def fits(self, memory: Memory, num_ranks: int) -> bool:
-        """Returns whether a GPU and a node have enough memory."""
         fits_host = self.host_gib is None or self.node_bytes(memory, num_ranks) <= self.host_gib * GIB
         return memory.total <= self.gpu_bytes and fits_host
 
@@ -110,7 +108,6 @@ class RankLoad:
     state_bytes: int = 0
 
     def memory(self, setup: TrainingSetup) -> Memory:
-        """Estimates the memory of the rank."""
         return estimate_memory(
             self.size, setup, self.rank_tokens, self.received_bytes, self.head_tokens, self.state_bytes
         )
@@ -240,12 +237,10 @@ class Job:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that all ranks hold together, which is the longest document."""
         return self.setup.num_ranks * self.tokens_per_rank
 
     @property
     def room(self) -> Room:
-        """Memory of a GPU, none on a CPU, and of its node."""
         return Room(USABLE_SHARE * (self.gpu.gib or 0.0) * GIB, self.host_gib, self.ranks_per_node)
 
 

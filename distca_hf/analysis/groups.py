@@ -91,7 +91,6 @@ class Groups:
         return cls(names, np.array(prefixes, dtype=np.int64))
 
     def of(self, rows: IntArray) -> "Groups":
-        """Returns the groups of some of the documents."""
         return Groups([self.names[row] for row in rows.tolist()], self.prefix_tokens[rows])
 
     @property
@@ -114,7 +113,6 @@ class Groups:
         return f"{counts.total():,} documents in {len(counts):,} groups begin alike{ending}."
 
     def as_json(self, unshared: str) -> dict[str, object]:
-        """Returns the same as an object of JSON."""
         counts = self.counts
         return {"groups": len(counts), "documents": counts.total(), "unshared": unshared or None}
 

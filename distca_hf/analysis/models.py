@@ -74,7 +74,6 @@ class ModelSize:
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the last matrix product."""
         return self.vocabulary * self.hidden_size
 
     @property
@@ -88,7 +87,6 @@ class ModelSize:
         return max(0.0, beside) / (MLP_MATRICES * self.hidden_size)
 
     def decoder(self, heads: Heads) -> DecoderSize:
-        """Returns the sizes that memory depends on."""
         if self.of_layers is not None:
             return self.of_layers
         of_layer = self.layers, self.largest_layer_parameters, self.mlp_size(heads), heads
@@ -138,7 +136,6 @@ class ModelShape:
 
     @property
     def masks(self) -> LayerMasks:
-        """Each mask of its attention layers, with their number."""
         windows, full = self.window_layers, self.full_layers
         if full is None:
             full = (
@@ -153,7 +150,6 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """Bytes of one token in one layer."""
         return self.heads.token_bytes(self.number_bytes)
 
 
@@ -180,7 +176,6 @@ class SimulatedModel(ModelShape):
         return sum(count for _, count in self.masks)
 
     def pairs(self, document_tokens: IntArray) -> float:
-        """Returns the attended pairs of documents, in all layers together."""
         starts = np.zeros_like(document_tokens)
         return float(sum(layers * int(mask.pairs_of(starts, document_tokens).sum()) for mask, layers in self.masks))
 

@@ -124,7 +124,6 @@ class PlanOptions:
     ] = False
     compare: Annotated[bool, typer.Option("--compare", help="also simulate all other ways to train")] = False
     as_json: _Json = False
-    plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

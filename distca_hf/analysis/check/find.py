@@ -155,7 +155,6 @@ def _type_hint(name: str) -> str:
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
-    """Returns the model of a config.json, or of a folder."""
     file = path / CONFIG_FILE if path.is_dir() else path
     values = read_config(file)
     model_type = values.get("model_type")
@@ -203,7 +202,6 @@ def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool
 
 
 def _of_preset(name: str) -> Candidate:
-    """Returns the model of a built-in name of `distca plan`."""
     shape = PRESETS[name]
     size, heads = shape.size, shape.heads
     assert size is not None
@@ -273,7 +271,6 @@ def _is_model_class(found: Any) -> bool:
 
 
 def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """Returns the default configuration of a class."""
     try:
         return config_class()
     except Exception as error:  # as above
@@ -283,7 +280,6 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _architecture(config: PreTrainedConfig) -> str | None:
-    """Returns the class that a configuration was saved from, if it names one."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if isinstance(architectures, list) and architectures else None
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
@@ -25,19 +26,7 @@ from distca_hf.analysis.fit import MOST_TOKENS, Job, JobMemory, memory_of
 from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing, Memory, Sharding, TrainingSetup
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
-from distca_hf.analysis.tables import (
-    CHECKPOINTING,
-    Terminal,
-    accumulation,
-    block,
-    counted,
-    in_tiles,
-    memory_table,
-    of_host,
-    plain_table,
-    print_blocks,
-    print_json,
-)
+from distca_hf.analysis.tables import counted
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
@@ -70,11 +59,9 @@ class CheckAnswer:
 
     @property
     def fits(self) -> dict[Sharding, bool]:
-        """Whether each way fits the GPU and the host."""
         return {way: self.job.room.fits(memory, self.job.setup.num_ranks) for way, memory in self.memory.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything, with bytes and tokens as whole numbers."""
         job, verdict, setup = self.job, self.verdict, self.job.setup
         return {
             "model": self.candidate.name,
@@ -136,9 +123,9 @@ def run_check(options: CheckOptions) -> int:
         with contextlib.nullcontext() if options.trust_remote_code else without_hub():
             answer = check(candidate, job)
     if options.as_json:
-        print_json(answer.as_json())
+        tables.print_json(answer.as_json())
     else:
-        print_blocks(Terminal(), answer_blocks(answer, options.numerics))
+        tables.print_blocks(tables.Terminal(), answer_blocks(answer, options.numerics))
     return REFUSED if answer.verdict.status == "refused" else WORKS
 
 
@@ -219,7 +206,7 @@ def answer_blocks(answer: CheckAnswer, with_numerics: bool = False) -> Iterator[
         table.add_column(overflow="fold")
         for numbers, kind in grouped(verdict.kinds):
             table.add_row(ranges(numbers), kind.in_words())
-        yield block("layers", table, *([HEADS] if any(kind.heads for kind in verdict.kinds) else []))
+        yield tables.block("layers", table, *([HEADS] if any(kind.heads for kind in verdict.kinds) else []))
     if verdict.kernels:
         yield _kernels(answer)
     if answer.memory and verdict.status != "refused":
@@ -229,7 +216,6 @@ def answer_blocks(answer: CheckAnswer, with_numerics: bool = False) -> Iterator[
 
 
 def _verdict(answer: CheckAnswer) -> RenderableType:
-    """Returns the model, the verdict, and every reason, limit and note on its own line."""
     verdict, candidate = answer.verdict, answer.candidate
     parameters = "" if answer.size is None else f", {answer.size.parameters / 1e9:.3g}B parameters"
     lines: list[RenderableType] = [
@@ -273,23 +259,23 @@ def _memory(answer: CheckAnswer) -> RenderableType:
     job fit."""
     job, setup, of_ways = answer.job, answer.job.setup, answer.memory.values()
     parts = {part: words for part, words in PARTS.items() if any(getattr(memory, part) for memory in of_ways)}
-    table = memory_table(answer.memory, parts, job.room, setup.num_ranks)
+    table = tables.memory_table(answer.memory, parts, job.room, setup.num_ranks)
     table.add_row("largest tokens per rank", *map(_tokens, answer.found.largest_tokens.values()))
     if not setup.liger:
         table.add_row("the same with --liger", *map(_tokens, answer.found.with_liger_tokens.values()))
     document = "" if answer.verdict.whole_documents else ", one document of all of them"
-    tiles = in_tiles(setup.mlp_tokens, setup.attention_kv_heads)
+    tiles = tables.in_tiles(setup.mlp_tokens, setup.attention_kv_heads)
     words = (
         f"Estimated for {counted(setup.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "
-        f"all weights trained in fp32 with AdamW, computed in bf16; {CHECKPOINTING[setup.checkpointing]} "
+        f"all weights trained in fp32 with AdamW, computed in bf16; {tables.CHECKPOINTING[setup.checkpointing]} "
         f"(--checkpointing); {tiles}{'with' if setup.liger else 'without'} Liger's kernels and loss; "
         f"{USABLE_SHARE:.0%} of {job.gpu.gib:g} GiB may be used."
     ).replace("%", " %")
-    words += of_host(answer.memory, setup.state_on_host)
+    words += tables.of_host(answer.memory, setup.state_on_host)
     parameters = 0 if answer.size is None else answer.size.parameters
-    words += accumulation(parameters, setup.num_ranks, setup.micro_steps)
+    words += tables.accumulation(parameters, setup.num_ranks, setup.micro_steps)
     unfit = [f"Does not fit: {answer.found.advice}."] if answer.found.advice else []
-    return block("GiB per GPU, estimated", table, words, *unfit)
+    return tables.block("GiB per GPU, estimated", table, words, *unfit)
 
 
 def _tokens(tokens: int) -> str:
@@ -298,8 +284,7 @@ def _tokens(tokens: int) -> str:
 
 
 def _numerics(numerics: Numerics) -> RenderableType:
-    """Returns the three differences."""
-    table = plain_table("")
+    table = tables.plain_table("")
     logits = "-" if numerics.logits is None else f"{numerics.logits:.1e}"
     table.add_row("logits", logits)
     table.add_row("loss", f"{numerics.loss:.1e}")
@@ -311,4 +296,4 @@ def _numerics(numerics: Numerics) -> RenderableType:
         f"{numerics.num_ranks} ranks, compared with sdpa on each single document, in fp32. Up to "
         f"{LARGEST_DIFFERENCE:.0e} is rounding.{mode}"
     )
-    return block("relative differences", table, words)
+    return tables.block("relative differences", table, words)

@@ -223,7 +223,6 @@ def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """Returns classes of the parts that a class has by default, by name."""
     if hasattr(config_class, "sub_configs_defaults"):
         parts = config_class.sub_configs_defaults.items()
         return {

@@ -51,7 +51,6 @@ class TinyModel:
     trains: bool = True
 
     def num_parameters(self) -> int:
-        """Returns the number of parameters, without their memory."""
         with torch.device("meta"):
             return int(self.make(copy.deepcopy(self.config)).num_parameters())
 
@@ -85,11 +84,9 @@ class Step:
     logits: torch.Tensor | None = None
 
     def difference(self, other: "Step") -> float:
-        """Returns the larger one of the relative differences of losses and gradients."""
         return largest([self.loss_difference(other), self.gradient_difference(other)])
 
     def loss_difference(self, other: "Step") -> float:
-        """Returns the difference of losses over the other loss."""
         return abs(self.loss - other.loss) / abs(other.loss)
 
     def gradient_difference(self, other: "Step") -> float:
@@ -195,7 +192,6 @@ def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
 
 
 def _mean(ranks: list[tuple[Step, torch.Tensor]]) -> Step:
-    """Returns the mean of steps, and all logits in the order of documents, from the steps and rows of all ranks."""
     steps = [step for step, _ in ranks]
     gradients = torch.stack([step.gradients for step in steps]).mean(0)
     logits = None
@@ -239,12 +235,10 @@ class Numerics:
 
     @property
     def agree(self) -> bool:
-        """Whether all differences are rounding."""
         differences = [self.loss, self.gradients, *([] if self.logits is None else [self.logits])]
         return all(difference <= LARGEST_DIFFERENCE for difference in differences)
 
     def in_words(self) -> str:
-        """Returns the differences as text."""
         logits = "" if self.logits is None else f"logits by {self.logits:.1e}, "
         return f"{logits}loss by {self.loss:.1e}, gradients by {self.gradients:.1e}"
 

@@ -81,7 +81,6 @@ class KernelChoice:
         return KERNELS[self.able[0]].install
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the need and the kernels by name."""
         return {
             "layers": list(self.layers),
             "heads": asdict(self.need.heads),
@@ -136,7 +135,6 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
 
 
 def _numbers(module: nn.Module) -> int:
-    """Returns the numbers of all weights of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -167,7 +165,6 @@ class Verdict:
 
     @property
     def cuts_documents(self) -> bool:
-        """Whether documents may be cut between ranks."""
         return self.status != "refused" and not self.whole_documents
 
 
@@ -317,7 +314,6 @@ def _limits(
     gpu: Gpu,
     found: _Findings,
 ) -> None:
-    """Adds limits and notes of a model that is not refused."""
     if whole:
         layers = ranges([number for number, kind in enumerate(kinds) if kind.whole_documents])
         found.limits.append(
@@ -343,7 +339,6 @@ def _limits(
 
 
 def _try(candidate: Candidate, found: _Findings) -> None:
-    """Trains a step of a tiny version on two ranks, and adds the result."""
     tiny = make_tiny(candidate)
     if tiny is None:
         found.limits.append("it was not tried: no tiny version of its configuration could be built")

@@ -11,7 +11,9 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_FILE, ClusterProfile, LinkTimes
@@ -19,12 +21,52 @@ from distca_hf.analysis.profiles.curves import kernel_times_of
 from distca_hf.analysis.profiles.layers import LayerSize
 from distca_hf.analysis.profiles.measure import Grid, Measuring
 from distca_hf.analysis.profiles.measure_links import MeasuringRanks
-from distca_hf.config import DistCAConfig
+from distca_hf.config import DistCAConfig, KernelName
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.launched import launched_local_rank, launched_nodes, launched_world_size
 from distca_hf.whole_file import replaced
+
+
+if TYPE_CHECKING:
+    from distca_hf.analysis.options import ProfileOptions
+
+
+# Processes on a machine without GPUs.
+CPU_PROCESSES = 2
+
+
+def launch_line(options: "ProfileOptions") -> list[str]:
+    """Returns the command with which `distca profile` measures on this node.
+
+    Raises:
+        ConfigError: there are too few GPUs, or none; the model or the kernel is not known; or the file cannot
+            be written, or is not a profile whose links can be measured.
+    """
+    gpus = torch.cuda.device_count()
+    if not options.cpu and not gpus:
+        raise ConfigError("this machine has no GPU to measure; --cpu shows with tiny sizes how it works")
+    number = options.processes if options.processes is not None else CPU_PROCESSES if options.cpu else gpus
+    if number < 1:
+        raise ConfigError(f"--processes {number} must be at least 1")
+    if not options.cpu and number > gpus:
+        raise ConfigError(f"--processes {number}: this machine has {gpus} GPUs")
+    DistCAConfig(kernel=cast(KernelName, options.kernel))  # refuses any other
+    find_model(options.model)
+    if options.as_between_nodes is not None:
+        ClusterProfile.load(options.as_between_nodes)
+        if number < 2:
+            raise ConfigError(f"--as-between-nodes with --processes {number}: the network needs two processes or more")
+    target = options.as_between_nodes or options.output
+    if target.is_dir():
+        raise ConfigError(f"{target} cannot be written: it is a folder")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"{target} cannot be written: its folder is missing")
+    line = ["torchrun", "--nproc-per-node", str(number), "-m", "distca_hf.analysis.profiles"]
+    line += ["--as-between-nodes" if options.as_between_nodes else "--output", str(target)]
+    line += ["--model", options.model, "--kernel", options.kernel, *["--cpu"] * options.cpu]
+    return [*line, *["--remarks", options.remarks] * bool(options.remarks), *["--json"] * options.as_json]
 
 
 def main_figures(profile: ClusterProfile, file: Path) -> dict[str, Any]:

@@ -239,7 +239,6 @@ class ClusterProfile:
     source: str = ""
 
     def summary(self) -> dict[str, str]:
-        """Returns what names the profile in output."""
         made = self.made
         return {"source": self.source, "date": made.date, "device": made.device, "remarks": made.remarks}
 
@@ -382,5 +381,4 @@ def known_gib(profile: ClusterProfile) -> float | None:
 
 
 def _peak(name: str) -> float | None:
-    """Returns the peak of a GPU by a short name, such as h100 or a100."""
     return peak_flops(name.replace("_", " "))

@@ -29,25 +29,8 @@ ROW_BYTES = 1024
 ALIGNED_NUMBERS = 64
 
 
-class Sends:
-    """Something that is sent repeatedly while kernels run."""
-
-    def start(self) -> None:
-        """Starts to send."""
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        """Lets the device wait until it has arrived."""
-        raise NotImplementedError
-
-    def run(self) -> None:
-        """Sends, and waits."""
-        self.start()
-        self.wait()
-
-
-class Exchanges(Sends):
-    """Exchanges of one size.
+class Exchanges:
+    """Exchanges of one size, which are made repeatedly while kernels run.
 
     Args:
         transport: the product's.
@@ -77,8 +60,12 @@ class Exchanges(Sends):
     def wait(self) -> None:
         self._exchange.wait()
 
+    def run(self) -> None:
+        self.start()
+        self.wait()
 
-class OnOwnStream(Sends):
+
+class OnOwnStream:
     """A collective on a stream of high priority, as FSDP gathers weights; on CPUs nothing runs at the same time."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
@@ -212,7 +199,6 @@ class MeasuringRanks:
             )
 
     def close(self) -> None:
-        """Ends all groups."""
         self.transport.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -307,7 +293,7 @@ class MeasuringRanks:
         whole = part.new_zeros(part.numel() * ranks)
         return lambda: REDUCE_SCATTER(part, whole, group=group)
 
-    def delay_of(self, beside: Callable[[], object], send: Sends, seconds_alone: float) -> float:
+    def delay_of(self, beside: Callable[[], object], send: Exchanges | OnOwnStream, seconds_alone: float) -> float:
         """Returns the seconds by which a second of sending delays what runs meanwhile.
 
         Args:

@@ -60,7 +60,6 @@ def read_plan(content: Mapping[str, Any], source: str) -> Report:
 
 
 def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[str, Any] | None) -> StepFigures:
-    """Returns the figures of one micro-step."""
     of = content["micro_batches"][number]
     work, before, tokens = (
         [float(one) for one in of[name]] for name in ("rank_work", "rank_work_before", "rank_tokens")
@@ -113,7 +112,6 @@ def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[st
 
 
 def _most_sent(sent: Sequence[tuple[int, int, float]], nodes_sent: int) -> str:
-    """Returns a sentence about bytes."""
     if not sent:
         return "Nothing is sent between ranks: no document is cut."
     one = "node" if nodes_sent else "rank"
@@ -200,7 +198,6 @@ def read_simulation(content: Mapping[str, Any], source: str) -> Report:
 
 
 def _world(simulation: Mapping[str, Any]) -> str:
-    """Returns the GPUs of a simulation, as text."""
     accumulation = f", {simulation['accumulation']} micro-steps" if simulation["accumulation"] > 1 else ""
     stages = f", also as {simulation['num_stages']} stages" if simulation["num_stages"] > 1 else ""
     size = simulation["batch_size"]

@@ -150,7 +150,6 @@ class StepFigures:
 
     @property
     def imbalance_before(self) -> float:
-        """Max over mean of `work_before`."""
         return imbalance(self.work_before)
 
     @property
@@ -199,7 +198,6 @@ class Report:
 
 
 def _short(value: Any) -> Any:
-    """Returns a value with numbers of five digits; whole numbers stay."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else float(f"{value:.5g}")
     if isinstance(value, Mapping):

@@ -70,7 +70,6 @@ class Predictor:
         return Seconds(", ".join(names), "; ".join(sources), attention, rest) if names else Seconds()
 
     def lines(self) -> list[str]:
-        """Returns sentences about everything that was not measured as needed."""
         return [*self.unread, *(f"Predicted seconds: {line}." for line in self.notes.lines())]
 
     def _part(self, traces: Sequence[RankTrace]) -> Seconds | None:
@@ -125,7 +124,6 @@ class Predictor:
         return [None if np.isnan(one) else float(one) for one in total]
 
     def _costs(self, profile: ClusterProfile, model: ModelSizes, heads: HeadSizes) -> Costs:
-        """Returns the costs of layers with these heads."""
         key = profile.source, model, heads
         if key in self._made:
             return self._made[key]

@@ -200,7 +200,6 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
 
 
 def _in_words(report: Report, page: Path | None, size: int) -> str:
-    """Returns the lines that are printed."""
     sentences = [f"{report.title}:", *report.summary]
     if report.steps:
         step = report.steps[report.begin_with]

@@ -130,7 +130,6 @@ OF_GIVEN = (
 def _assumptions(
     options: SimulateOptions, requests: Sequence[SimulationRequest], profile: ClusterProfile
 ) -> list[str]:
-    """Returns the assumptions that depend on options."""
     request = requests[0]
     kept = {
         "saved": "layers are checkpointed; distca keeps attention outputs, by default",
@@ -188,7 +187,6 @@ def _accumulation(request: SimulationRequest) -> str:
 
 
 def _numbers(option: str, given: str) -> list[int]:
-    """Returns the whole numbers of a list with commas."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and len(part) <= MOST_DIGITS for part in parts):
         raise ConfigError(f"{option} {given}: write whole numbers with commas between them, such as 8,64")

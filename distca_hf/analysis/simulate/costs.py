@@ -95,11 +95,9 @@ class Passes:
         return Passes(self.forward + other.forward, self.backward + other.backward)
 
     def times(self, factor: FloatArray | float) -> "Passes":
-        """Returns both, multiplied."""
         return Passes(self.forward * factor, self.backward * factor)
 
     def sum_by(self, rank: IntArray, num_ranks: int) -> "Passes":
-        """Returns `[ranks]` sums of `[tasks]` seconds."""
         forward, backward = (np.bincount(rank, x, minlength=num_ranks) for x in (self.forward, self.backward))
         return Passes(forward.astype(np.float64), backward.astype(np.float64))
 
@@ -220,7 +218,6 @@ class Costs:
 
     @cached_property
     def _layer(self) -> tuple[LayerTimes, float]:
-        """The nearest measured layer, and seconds of the model's layer over its seconds."""
         size, heads = self.model.size, self.model.heads
         mlp = size.mlp_size(heads)
         layers = [layer for layer in self.profile.layers if layer.liger == self.liger] or list(self.profile.layers)
@@ -286,12 +283,10 @@ class Costs:
 
     @property
     def layer_weight_bytes(self) -> float:
-        """Bytes of a layer's weights in bf16, of one tensor rank."""
         return HALF_BYTES * self.model.size.largest_layer_parameters / self.tensor_ranks
 
     @property
     def root_weight_bytes(self) -> float:
-        """Bytes of the weights outside of layers."""
         return HALF_BYTES * self.model.size.embedding_parameters / self.tensor_ranks
 
     @property

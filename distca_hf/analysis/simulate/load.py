@@ -81,7 +81,6 @@ class Load:
 
     @property
     def of_head(self) -> IntArray:
-        """`[ranks]` tokens that each rank's head computes."""
         return self.tokens if self.head_tokens is None else self.head_tokens
 
     def attention_seconds(self, layers_checkpointed: bool) -> float:
@@ -348,16 +347,13 @@ class RowBytes:
 
     @property
     def forward_bytes(self) -> FloatArray:
-        """All bytes of the forward pass, `[source, destination]`."""
         return self.keys + self.queries + self.outputs.T
 
     @property
     def most_bytes(self) -> float:
-        """Most bytes that a rank sends or receives in the forward pass."""
         return float(max(self.forward_bytes.sum(axis=axis).max() for axis in (0, 1)))
 
     def exchanges(self) -> Exchanges:
-        """Returns the seconds of each exchange."""
         return Exchanges(
             exchange_seconds(self.cluster, self.keys + self.queries),
             exchange_seconds(self.cluster, self.outputs.T),

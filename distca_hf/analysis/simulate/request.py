@@ -141,7 +141,6 @@ class SimulationRequest:
             raise ConfigError(f"--context {context}: {self.model.name} takes documents of up to {limit} tokens")
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
-        """Checks that the model and the GPUs can be divided into stages, and the layers into parts."""
         if self.model.no_stages:
             raise ConfigError(f"--pipeline {pipeline.num_stages}: {self.model.no_stages}")
         if self.num_ranks % pipeline.num_stages:
@@ -159,12 +158,10 @@ class SimulationRequest:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 without one."""
         return 1 if self.pipeline is None else self.pipeline.num_stages
 
     @property
     def stage_ranks(self) -> int:
-        """Data ranks of a stage; all of them without a pipeline."""
         return self.num_ranks // self.num_stages
 
     @property
@@ -179,7 +176,6 @@ class SimulationRequest:
 
     @property
     def data_ranks_per_node(self) -> int:
-        """Data ranks that share a node."""
         return min(self.num_ranks, self.ranks_per_node // self.tensor_ranks)
 
     @property
@@ -197,7 +193,6 @@ class SimulationRequest:
 
     @property
     def least_group(self) -> int:
-        """Fewest ranks that together hold the context."""
         return int(ceil_div(self.longest_tokens, self.tokens_per_rank))
 
     def for_documents(self, document_tokens: IntArray) -> "SimulationRequest":
@@ -250,7 +245,6 @@ class SimulationRequest:
 
     @property
     def least_tokens(self) -> int:
-        """Shortest prefix that documents share; 0: none is shared."""
         return 0 if self.unshared else self.planner.config.shared_prefix_tokens
 
     @cached_property
@@ -260,7 +254,6 @@ class SimulationRequest:
 
     @property
     def num_servers(self) -> int:
-        """Data ranks that serve attention if there are servers."""
         return self.num_ranks // GPUS_PER_SERVER
 
     def planner_beside(self, servers: int) -> PlacedPlanner:
@@ -367,7 +360,6 @@ class SimulationRequest:
 
     @property
     def room(self) -> Room:
-        """Memory of a GPU that torch may allocate, and of its node."""
         return Room(USABLE_SHARE * self.gpu_gib * GIB, self.host_gib, self.ranks_per_node)
 
     def setup(

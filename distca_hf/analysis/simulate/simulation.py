@@ -131,7 +131,6 @@ class Simulation:
         return [*each, *self._in_stages()]
 
     def missing(self) -> list[str]:
-        """Returns a sentence for each way that is left out."""
         if self.request.batch_size is not None:
             return ["ways that make their own batches, or use some of these GPUs as attention servers"]
         words = missing_to_compare(self.request)
@@ -155,7 +154,6 @@ class Simulation:
 
     @property
     def _stage_cluster(self) -> Cluster:
-        """The data ranks of one stage and their links."""
         ranks = self.request.stage_ranks
         return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
 
@@ -237,7 +235,6 @@ class Simulation:
         return loads
 
     def _of_plan(self, plan: Plan, batch: IntArray) -> Load:
-        """Returns the load of the plan of a given batch."""
         load = ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
         held = plan.layout.document_tokens
         return replace(load, left_out_pairs=left_out_pairs(self.costs.model, [held], batch))

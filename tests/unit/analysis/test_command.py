@@ -16,9 +16,16 @@ from typer.testing import CliRunner
 from distca_hf.analysis import answer as estimates
 from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import find_candidate
-from distca_hf.analysis.epoch import PackedEpoch, divide_batch, pack_epoch
+from distca_hf.analysis.epoch import (
+    Figures,
+    PackedEpoch,
+    PlannedMicroBatch,
+    divide_batch,
+    figures_of,
+    make_report,
+    pack_epoch,
+)
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.first_step import Figures, PlannedMicroBatch, figures_of, make_report
 from distca_hf.analysis.models import PRESETS, preset
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.cli import app

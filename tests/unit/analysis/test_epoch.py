@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.analysis.answer import TOKENS_PER_RANK, Assumptions, Choice, make_answer
-from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_epoch, pack_in_order, plan_epoch
-from distca_hf.analysis.first_step import make_report
+from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, make_report, pack_epoch, pack_in_order, plan_epoch
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.batches import base_loader

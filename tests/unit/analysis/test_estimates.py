@@ -9,11 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.analysis import answer as estimates
 from distca_hf.analysis.answer import Assumptions, make_estimates
-from distca_hf.analysis.epoch import fit_lengths
+from distca_hf.analysis.request import PlanRequest, fit_lengths
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.models import PRESETS, ModelSize, SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
-from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads

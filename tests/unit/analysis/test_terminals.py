@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis.answer import Assumptions, make_answer
 from distca_hf.analysis.command import figure_of
-from distca_hf.analysis.epoch import pack_epoch, plan_epoch
-from distca_hf.analysis.first_step import make_report
+from distca_hf.analysis.epoch import make_report, pack_epoch, plan_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
