@@ -9,24 +9,22 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, StepReport
-from distca_hf.analysis.fit import Room, advice, check_tiles_and_host
+from distca_hf.analysis.fit import Room, advice
 from distca_hf.analysis.memory import (
     Checkpointing,
     Memory,
     Sharding,
-    check_checkpointing,
     shardings,
 )
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, find_profile
 from distca_hf.analysis.request import PlanRequest, fit_lengths
 from distca_hf.analysis.simulate.costs import Costs, Tiles
-from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.request import Assumptions, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import ConfigError, PackingError
-from distca_hf.flops import H200_GIB
 from distca_hf.planning.plan import Plan
 
 
@@ -40,36 +38,19 @@ def steps_worth_it(size: int) -> int:
     return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
 
 
-@dataclass(frozen=True)
-class Assumptions:
-    """How the model is trained, and on which GPUs.
+# Fields of assumptions that come first in JSON.
+FIRST_ASSUMPTIONS = ("checkpointing", "liger", "gpu_gib", "seed", "cluster")
 
-    Attributes:
-        checkpointing: whether layers keep all activations ("none"), their inputs ("recomputed"), or inputs and outputs
-            of attention ("saved").
-        liger: whether Liger's kernels and its fused loss are used.
-        cluster: name or file of the profile with the measured times.
-        mlp_tokens, attention_kv_heads, state_on_host: see `memory.TrainingSetup`.
-        host_gib: see `fit.Room`.
 
-    Raises:
-        ConfigError: a value is not one of the allowed ones.
-    """
+@dataclass(frozen=True, kw_only=True)
+class PlanAssumptions(Assumptions):
+    """How the model is trained; and `cluster`, the name or file of the profile with the measured times."""
 
-    checkpointing: Checkpointing = "saved"
-    liger: bool = False
-    gpu_gib: float = H200_GIB
-    seed: int = 0
     cluster: str = DEFAULT_PROFILE
-    mlp_tokens: int = 0
-    attention_kv_heads: int = 0
-    state_on_host: bool = False
-    host_gib: float | None = None
 
     def __post_init__(self) -> None:
-        check_checkpointing(self.checkpointing)
-        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
-        if not 0 < self.gpu_gib < 10_000:
+        super().__post_init__()
+        if self.gpu_gib >= 10_000:
             raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0 and below 10000")
 
     def simulation(self, request: PlanRequest) -> SimulationRequest:
@@ -143,7 +124,7 @@ class Estimates:
 def make_estimates(
     request: PlanRequest,
     document_tokens: IntArray,
-    assumptions: Assumptions,
+    assumptions: PlanAssumptions,
     given: Sequence[IntArray] = (),
     compare: bool = False,
 ) -> Estimates | None:
@@ -277,7 +258,7 @@ class PlanAnswer:
 
     step: StepReport
     epoch: EpochFigures
-    assumptions: Assumptions
+    assumptions: PlanAssumptions
     estimates: Estimates | None
     choices: Sequence[Choice]
 
@@ -289,7 +270,7 @@ class PlanAnswer:
                 "rank_seconds": [
                     self.estimates.rank_seconds(plan, self.assumptions.checkpointing) for plan in self.step.plans
                 ],
-                "assumptions": asdict(self.assumptions),
+                "assumptions": {**dict.fromkeys(FIRST_ASSUMPTIONS), **asdict(self.assumptions)},
             }
         return {
             **self.step.as_json(),
@@ -305,7 +286,7 @@ def make_answer(
     plans: EpochPlans,
     packed: PackedEpoch,
     given_tokens: IntArray,
-    assumptions: Assumptions,
+    assumptions: PlanAssumptions,
     compare: bool = False,
 ) -> PlanAnswer:
     """Collects all results.
@@ -326,7 +307,11 @@ def make_answer(
 
 
 def _choices(
-    step: StepReport, plans: EpochPlans, given_tokens: IntArray, assumptions: Assumptions, estimates: Estimates | None
+    step: StepReport,
+    plans: EpochPlans,
+    given_tokens: IntArray,
+    assumptions: PlanAssumptions,
+    estimates: Estimates | None,
 ) -> list[Choice]:
     """Returns all choices, ordered by tokens per rank; none for documents that were given as a batch, and for a
     pipeline."""

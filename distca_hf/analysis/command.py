@@ -13,18 +13,18 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from distca_hf.analysis import tables
-from distca_hf.analysis.answer import Assumptions, Choice, EpochFigures, Estimates, PlanAnswer, make_answer
+from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswer, PlanAssumptions, make_answer
 from distca_hf.analysis.epoch import StepReport, divide_batch, make_report, pack_epoch, plan_epoch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.groups import UNSHARED
-from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing
+from distca_hf.analysis.memory import USABLE_SHARE
 from distca_hf.analysis.options import PlanOptions
-from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.request import PlanRequest, pipeline_of
+from distca_hf.analysis.simulate.request import assumed
 from distca_hf.analysis.tables import counted, in_gib
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.config import OverlongPolicy
-from distca_hf.errors import ConfigError
 
 
 if TYPE_CHECKING:
@@ -32,23 +32,13 @@ if TYPE_CHECKING:
 
 
 def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
-    """Runs `distca plan`. Prints output at the very end: nothing is printed before an error.
-
-    Raises:
-        ConfigError: an option, the model, or the picture's path is wrong.
-        PackingError: lengths cannot be read, or do not fit.
-    """
-    if options.seed < 0:
-        raise ConfigError(f"--seed {options.seed} must be at least 0")
+    """Runs `distca plan`. Prints output at the very end: nothing is printed before an error."""
     shape = find_model(options.model)
     policy = cast(OverlongPolicy, options.overlong)  # the request refuses any other
     stages = pipeline_of(options.pipeline, options.chunks)
     world = options.gpus, tokens_per_rank, options.ranks_per_node, options.micro_steps
     request = PlanRequest(*world, shape, options.layout, policy, options.bytes_limit, stages)
-    kept = cast(Checkpointing, options.checkpointing)  # likewise
-    gpu_gib = gpu_gib_of(find_profile(options.cluster), options.gpu_gib)
-    on_host = options.mlp_tokens, options.attention_kv_heads, options.offload_params, options.host_gib
-    assumptions = Assumptions(kept, options.liger, gpu_gib, options.seed, options.cluster, *on_host)
+    assumptions = PlanAssumptions(cluster=options.cluster, **assumed(options, find_profile(options.cluster)))
     if shape.size is not None:
         assumptions.simulation(request)  # refuses what cannot be simulated before anything is read
     progress = tables.PlanProgress()

@@ -68,11 +68,7 @@ class PackedEpoch:
 
 
 def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> PackedEpoch:
-    """Packs the first epoch of a training on these documents.
-
-    Raises:
-        PackingError: a document is longer than a micro-batch, or the epoch has fewer micro-batches than a step.
-    """
+    """Packs the first epoch of a training on these documents."""
     document_tokens = fit_lengths(document_tokens, request)
     whole_steps = 1 if request.pipeline is None else request.micro_steps
     fits = request.planner.fits
@@ -90,9 +86,6 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> PackedEpoch
     """Divides all documents, in order, among the micro-steps with nearly equal tokens.
 
     If that gives a micro-step more tokens than it holds, documents are grouped as training groups them.
-
-    Raises:
-        PackingError: the documents do not fit.
     """
     document_tokens = fit_lengths(document_tokens, request)
     total_tokens, steps = int(document_tokens.sum()), request.micro_steps
@@ -343,12 +336,7 @@ class PlannedMicroBatch:
 
 
 def make_report(request: PlanRequest, packed: PackedEpoch, source: str = "lengths") -> StepReport:
-    """Plans the first optimizer step of an epoch, and counts work and bytes.
-
-    Raises:
-        PackingError: lengths are out of range.
-        PlanError: a rank has to send or receive more than the limit of the request.
-    """
+    """Plans the first optimizer step of an epoch, and counts work and bytes."""
     # 1. Plans. Only these are timed.
     batches = packed.first_step(request.micro_steps)
     began = time.perf_counter()

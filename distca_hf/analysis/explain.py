@@ -88,9 +88,6 @@ def explain(
         kv_heads: KV heads of the layer, and its query heads.
         head_groups: groups that the heads of very long documents may be divided into.
         refetches: whether keys are sent again in backward instead of being kept.
-
-    Raises:
-        ConfigError: heads do not divide into groups; or there are too many tokens to follow each of them.
     """
     if kv_heads % head_groups:
         raise ConfigError(f"{kv_heads} KV heads do not divide into {head_groups} groups")
@@ -133,9 +130,6 @@ def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, 
     Args:
         rank: the only rank to show; None for all.
         of_layer: further arguments of `explain`.
-
-    Raises:
-        ConfigError: the rank does not exist; or as for `explain`.
     """
     if rank is not None and rank >= num_ranks:
         raise ConfigError(f"rank {rank} is not one of {num_ranks}: ranks are 0 to {num_ranks - 1}")
@@ -150,11 +144,7 @@ def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, 
 
 
 def documents_of(text: str) -> list[int]:
-    """Returns the lengths of documents that a text lists: "2x32768,4096" are three documents.
-
-    Raises:
-        ConfigError: the text is not a list of lengths.
-    """
+    """Returns the lengths of documents that a text lists: "2x32768,4096" are three documents."""
     lengths: list[int] = []
     for part in text.replace(" ", "").split(","):
         count, _, length = part.rpartition("x") if "x" in part else ("1", "", part)

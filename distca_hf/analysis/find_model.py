@@ -65,9 +65,6 @@ def read_model(path: Path, tries: bool = True) -> ModelShape:
 
     Args:
         tries: see `find_model`.
-
-    Raises:
-        ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
     """
     path = path / CONFIG_FILE if path.is_dir() else path
     if "model_type" not in (config := read_config(path)):
@@ -105,7 +102,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
     shape = replace(
         _with_layers(shape_of_config(values, name, f"model {name}"), model),
-        limits=verdict.limits,
+        limits=tuple(verdict.limits),
         longest_document_tokens=verdict.longest_document_tokens,
         no_stages=no_stages,
     )
@@ -155,11 +152,7 @@ BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_model_config(path: Path) -> ModelShape:
-    """Reads the shape in a Transformers config.json, or in its `text_config` if it has one.
-
-    Raises:
-        ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
-    """
+    """Reads the shape in a Transformers config.json, or in its `text_config` if it has one."""
     config = read_config(path)
     text = config.get("text_config")  # the text model, in models of several modalities
     text = text if isinstance(text, dict) else config
@@ -172,9 +165,6 @@ def shape_of_config(config: Mapping[str, object], name: str, where: str) -> Mode
 
     Args:
         config: values of the text model, by Transformers' names.
-
-    Raises:
-        ConfigError: a value is missing or wrong; names the value.
     """
     heads = _positive(config, "num_attention_heads", where)
     for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):

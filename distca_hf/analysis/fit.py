@@ -214,9 +214,6 @@ class Job:
         tokens_per_rank: tokens that each holds in a micro-step.
         setup: how it is trained; all ways to shard weights are tried.
         host_gib, ranks_per_node: see `Room`.
-
-    Raises:
-        ConfigError: a number is out of range.
     """
 
     gpu: Gpu

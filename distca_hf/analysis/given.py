@@ -5,10 +5,9 @@ simulate`, with the same options. Text is readable at 80 columns.
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -19,12 +18,12 @@ from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import RankLoad, advice
 from distca_hf.analysis.groups import Groups
-from distca_hf.analysis.memory import GIB, Checkpointing, Memory
+from distca_hf.analysis.memory import GIB, Memory
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
-from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.request import SimulationRequest, assumed
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.tables import counted
 from distca_hf.arrays import IntArray
@@ -48,7 +47,6 @@ class SharingFigures:
 
     Attributes:
         request: says whether prefixes are shared at all.
-        groups: of all rows.
         facts, facts_unshared: of each micro-batch, with shared prefixes and without.
     """
 
@@ -140,8 +138,7 @@ class GivenMicroBatch:
     """One micro-batch of all ranks.
 
     Attributes:
-        facts: as in training, if hidden states return.
-        facts_placed_loss: as in training, if head and loss run on placed rows.
+        facts, facts_placed_loss: as in training, if hidden states return, and if head and loss run on placed rows.
         stays: whether no row moves.
         moved_tokens: tokens that are computed on a rank other than their batch's.
         planning_seconds: time of this process to plan it.
@@ -157,12 +154,7 @@ class GivenMicroBatch:
     def of(
         cls, request: SimulationRequest, plans: GivenPlans, tokens: IntArray, groups: Groups | None = None
     ) -> "GivenMicroBatch":
-        """Plans a micro-batch.
-
-        Args:
-            tokens: `[rows]` lengths, rank after rank.
-            groups: which rows begin alike; None if none are known to.
-        """
+        """Plans a micro-batch of `[rows]` lengths, rank after rank."""
         began = time.perf_counter()
         home = Layout.from_packs(np.split(tokens, request.num_ranks))
         layout = request.given_layout(plans, home, groups)
@@ -187,7 +179,6 @@ class GivenAnswer:
 
     Attributes:
         row_tokens: `[rows]` all lengths.
-        micro_batches: micro-batches that were planned.
         sharing: what sharing prefixes brings; None if no documents are known to begin alike.
     """
 
@@ -211,15 +202,13 @@ class GivenAnswer:
             sums = sums.plus(facts, self.request.model.flops)
         return sums
 
-    def worst(self, loss_is_placed: bool) -> tuple[float, float]:
+    def worst(self, loss_is_placed: bool) -> tuple[float, ...]:
         """Returns the largest imbalance of a step's work in any micro-batch, before and as planned."""
         works = [facts.step_work(self.request.model.flops) for facts in self._facts(loss_is_placed)]
-        before, after = (max(imbalance(work.tolist()) for work in way) for way in zip(*works, strict=True))
-        return before, after
+        return tuple(max(imbalance(work.tolist()) for work in way) for way in zip(*works, strict=True))
 
-    def _facts(self, loss_is_placed: bool) -> Iterable[PlanFacts]:
-        for one in self.micro_batches:
-            yield one.facts_placed_loss if loss_is_placed else one.facts
+    def _facts(self, loss_is_placed: bool) -> list[PlanFacts]:
+        return [one.facts_placed_loss if loss_is_placed else one.facts for one in self.micro_batches]
 
     @property
     def moved_share(self) -> float:
@@ -273,14 +262,9 @@ class GivenAnswer:
         of_both = ("token_imbalance", "imbalance", "step_imbalance")
         names = [name for each in of_both for name in (f"{each}_before", each)]
         return {
-            "model": request.model.name,
-            "source": self.source,
-            "ranks": request.num_ranks,
-            "ranks_per_node": request.ranks_per_node,
-            "batch_size": request.batch_size,
-            "micro_steps": request.accumulation,
-            "context_tokens": request.context_tokens,
-            "seed": request.seed,
+            **{"model": request.model.name, "source": self.source, "ranks": request.num_ranks},
+            **{"ranks_per_node": request.ranks_per_node, "batch_size": request.batch_size},
+            **{"micro_steps": request.accumulation, "context_tokens": request.context_tokens, "seed": request.seed},
             "profile": self.profile.summary(),
             "rows": len(self.row_tokens),
             "tokens": int(self.row_tokens.sum()),
@@ -309,15 +293,7 @@ def answer(
     progress: tables.PlanProgress | None = None,
     groups: Groups | None = None,
 ) -> GivenAnswer:
-    """Plans and simulates steps of given batches.
-
-    Args:
-        row_tokens: `[rows]` lengths.
-        groups: which rows begin alike.
-
-    Raises:
-        PackingError: there are too few rows for a step, or rows are longer than the model takes.
-    """
+    """Plans and simulates steps of given batches, whose rows have `[rows]` lengths."""
     progress = progress or tables.PlanProgress()
     size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.whole_documents)
     steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).dealt_steps(row_tokens, groups)
@@ -336,24 +312,16 @@ def answer(
     return GivenAnswer(request, source, row_tokens, planned, result, profile, sharing)
 
 
-def run_given(options: PlanOptions) -> None:
-    """Runs `distca plan --batch-size`. Prints output at the very end: nothing is printed before an error.
+# Options that have no effect on given batches.
+OF_PLACED = (
+    *("tokens_per_rank", "layout", "overlong", "bytes_limit", "lengths_are_batch", "compare", "pipeline", "chunks"),
+)
 
-    Raises:
-        ConfigError: an option or the model is wrong.
-        PackingError: lengths cannot be read, or are too few for a step.
-    """
-    of_placed = {
-        "--tokens-per-rank": options.tokens_per_rank,
-        "--layout": options.layout != "placed",
-        "--overlong": options.overlong != "error",
-        "--bytes-limit": options.bytes_limit is not None,
-        "--lengths-are-batch": options.lengths_are_batch,
-        "--compare": options.compare,
-        "--pipeline": options.pipeline,
-        "--chunks": options.chunks,
-    }
-    if without_effect := [option for option, value in of_placed.items() if value]:
+
+def run_given(options: PlanOptions) -> None:
+    """Runs `distca plan --batch-size`. Prints output at the very end: nothing is printed before an error."""
+    changed = {field.name for field in fields(options) if getattr(options, field.name) != field.default}
+    if without_effect := [f"--{name.replace('_', '-')}" for name in OF_PLACED if name in changed]:
         raise ConfigError(
             f"{', '.join(without_effect)}: only for placed batches, and --batch-size {options.batch_size} is for "
             "your own. Leave out one or the other"
@@ -363,15 +331,8 @@ def run_given(options: PlanOptions) -> None:
     request = SimulationRequest(
         *(model, options.gpus, DEFAULT_TOKENS_PER_RANK, options.context, options.micro_steps),
         ranks_per_node=options.ranks_per_node,
-        checkpointing=cast(Checkpointing, options.checkpointing),  # the request refuses any other
-        liger=options.liger,
-        gpu_gib=gpu_gib_of(profile, options.gpu_gib),
-        seed=options.seed,
         batch_size=options.batch_size,
-        mlp_tokens=options.mlp_tokens,
-        attention_kv_heads=options.attention_kv_heads,
-        state_on_host=options.offload_params,
-        host_gib=options.host_gib,
+        **assumed(options, profile),
     )
     progress = tables.PlanProgress()
     with progress.shown():

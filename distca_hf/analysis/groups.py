@@ -52,10 +52,6 @@ class Groups:
             columns: values by column, of those `GROUP_COLUMNS` that the file has.
             tokens: `[documents]` lengths.
             source: their file, for errors.
-
-        Raises:
-            PackingError: a row has a prefix and no group, a group and no prefix, a prefix longer than its document, or
-                another prefix than its group.
         """
         given_prefixes = columns.get(PREFIX_COLUMN, ())
         if all(prefix is None or prefix == "" for prefix in map(_cell, given_prefixes)):

@@ -1,16 +1,5 @@
-"""Lengths: document lengths from files and datasets.
-
-| source | content |
-|---|---|
-| `.json` | a flat list of whole numbers, or as `.jsonl` |
-| `.jsonl` | objects, one per line, with a column of lengths |
-| `.csv`, `.tsv` | a table with a column of lengths, or one column of whole numbers without a name |
-| `.txt` | whole numbers, one per line, also as `numpy.savetxt` writes them |
-| `.parquet` | a column of lengths |
-| `.npy` | one dimension of integers |
-| `.arrow`, or a folder | a dataset that `datasets` wrote (its cache, `save_to_disk`), with a column of lengths |
-| a folder, a pattern with `*` | files of one of these kinds; in a folder their names differ in numbers only |
-| `pretrain`, `prolong` | samples that come with distca_hf, unless a file has that name |
+"""Lengths: document lengths from files and datasets, see docs/will-it-help.md. `READERS` has a reader for
+each ending.
 
 Text files may be compressed (`.gz`). A column of lengths has one of the names in `NUMBER_COLUMNS` and whole numbers,
 or is called `input_ids` and has lists, whose lengths count. If there are several, they must agree in every row.
@@ -120,10 +109,8 @@ def _files_of(folder: Path) -> list[Path]:
     files = sorted(file for file in folder.rglob("*") if file.is_file() and _ending(file) in endings)
     names = sorted({re.sub(r"\d+", "*", str(file.relative_to(folder))) for file in files})
     if len(names) > 1:
-        raise PackingError(
-            f"{folder} holds files of several datasets or kinds: {', '.join(names)}; give a pattern of those to read, "
-            f"in quotes: '{folder / names[0]}'"
-        )
+        way = f"give a pattern of those to read, in quotes: '{folder / names[0]}'"
+        raise PackingError(f"{folder} holds files of several datasets or kinds: {', '.join(names)}; {way}")
     return files
 
 
@@ -176,21 +163,17 @@ def _read_dataset(path: Path) -> DocumentLengths:
             raise PackingError(f"{path}: {error}") from error
         column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN
         if grouping and column == SEQUENCES_COLUMN:
-            raise PackingError(
-                f"{path} has columns {PREFIX_COLUMN} and {SEQUENCES_COLUMN}: rows hold several documents, and one "
-                "could have the prefix; remove one of the columns"
-            )
+            words = "rows hold several documents, and one could have the prefix; remove one of the columns"
+            raise PackingError(f"{path} has columns {PREFIX_COLUMN} and {SEQUENCES_COLUMN}: {words}")
         return DocumentLengths(tokens, f"{path}, column {column}", grouping)
-    columns = choose_columns(dataset.column_names, path)
-    table = dataset.select_columns(columns).with_format("arrow")[:]
-    return _same(
-        {column: _from_arrow(table[column], f"{path}, column {column}") for column in columns}, path, grouping
-    )
+    table = dataset.select_columns(choose_columns(dataset.column_names, path)).with_format("arrow")[:]
+    columns = {column: _from_arrow(table[column], f"{path}, column {column}") for column in table.column_names}
+    return _same(columns, path, grouping)
 
 
 def _empty_grouping(names: Sequence[str]) -> dict[str, list[object]]:
-    """Returns an empty list, to be filled, for each of `GROUP_COLUMNS` among some names. Returns none without a column
-    of prefixes: then a column called `group` may be anything."""
+    """Returns an empty list, to be filled, for each of `GROUP_COLUMNS`; none without a column of prefixes: then one
+    called `group` may be anything."""
     return {name: [] for name in GROUP_COLUMNS if name in names and PREFIX_COLUMN in names}
 
 
@@ -229,11 +212,7 @@ def _from_arrow(values: "ChunkedArray", source: str, rows_before: int = 0) -> In
 
 
 def choose_columns(names: Sequence[str], path: Path) -> list[str]:
-    """Returns the columns of lengths.
-
-    Raises:
-        PackingError: there is none, or rows hold several documents; names the columns.
-    """
+    """Returns the columns of lengths."""
     if SEQUENCES_COLUMN in names:
         raise PackingError(
             f"{path} has a column {SEQUENCES_COLUMN}: its rows hold several documents; give the folder of a dataset "
@@ -254,9 +233,8 @@ def read_json(path: Path) -> DocumentLengths:
     if text.startswith("{"):
         return read_jsonl(path)
     if len(text) > MOST_CHARACTERS:
-        raise PackingError(
-            f"{path} holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
-        )
+        words = f"holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
+        raise PackingError(f"{path} {words}")
     values = _parsed(text, str(path))
     if not isinstance(values, list):
         raise PackingError(f"{path} must hold a flat list of whole numbers, not {kind_of(values)}")
@@ -366,12 +344,8 @@ SAVETXT = re.compile(r"-?\d\.\d+e[+-]\d+")
 
 
 class Numbers:
-    """Whole numbers in the order in which they are read. Lines are read one by one, because there may be millions.
-
-    Args:
-        source: their file and column, for errors.
-        each: name of one of them in errors, such as "row".
-    """
+    """Whole numbers in the order in which they are read. Errors name their source, and one of them as `each`, such as
+    "row"."""
 
     def __init__(self, source: str, each: str) -> None:
         self._source = source

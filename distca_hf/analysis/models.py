@@ -160,11 +160,7 @@ class SimulatedModel(ModelShape):
 
     @classmethod
     def of(cls, shape: ModelShape) -> "SimulatedModel":
-        """Returns the same model.
-
-        Raises:
-            ConfigError: its size is not known, or no layer attends.
-        """
+        """Returns the same model."""
         if shape.size is None:
             raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
         if not shape.masks:
@@ -250,11 +246,7 @@ CONFIG_FILE, MOST_CONFIG_BYTES = "config.json", 2**26
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """Reads a config.json.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no object.
-    """
+    """Reads a config.json."""
     try:
         with path.open("rb") as file:
             config = json.loads(read_at_most(file, MOST_CONFIG_BYTES))
@@ -280,11 +272,7 @@ def content_of(path: Path) -> str:
 @contextmanager
 def without_hub() -> Iterator[None]:
     """Keeps Transformers off the network; it may use its cache. A configuration may name kernels, code and backbones
-    on the Hub, and planning needs none of them.
-
-    Raises:
-        ConfigError: the configuration needs one of them.
-    """
+    on the Hub, and planning needs none of them."""
     from huggingface_hub import constants
     from huggingface_hub.errors import OfflineModeIsEnabled
 

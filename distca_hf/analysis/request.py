@@ -37,11 +37,7 @@ MAX_MICRO_STEPS = 1024
 
 
 def check_ranges(*options: tuple[str, int, int]) -> None:
-    """Refuses options whose value is not from 1 to their maximum.
-
-    Raises:
-        ConfigError: names the first of them.
-    """
+    """Refuses options whose value is not from 1 to their maximum."""
     for option, value, most in options:
         if not 1 <= value <= most:
             raise ConfigError(f"{option} {value} must be between 1 and {most}")
@@ -58,11 +54,6 @@ class PlanRequest:
         overlong: policy for documents longer than all ranks hold: "error", "split" or "truncate".
         bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.
         pipeline: stages, each of which has `num_ranks` ranks; None without a pipeline.
-
-    Raises:
-        ConfigError: a number is out of range, the layout or policy is unknown, or a variable of the environment has an
-            invalid value.
-        PackingError: the environment names a table of kernel times that cannot be read.
     """
 
     num_ranks: int
@@ -181,12 +172,7 @@ def plan_step(planner: PlacedPlanner, micro_batches: Sequence[IntArray]) -> list
 
 def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
     """Returns lengths after the policy for documents that are longer than a micro-batch, or, if documents stay whole,
-    than a rank holds.
-
-    Raises:
-        PackingError: there are such documents, and the policy refuses them; or documents are longer than the model
-            takes.
-    """
+    than a rank holds."""
     longest, most_tokens, model = int(document_tokens.max()), request.planner.longest_tokens, request.model
     if request.overlong == "error" and longest > most_tokens:
         others = int((document_tokens > most_tokens).sum()) - 1
@@ -218,11 +204,7 @@ def epoch_of(micro_batches: Sequence[IntArray]) -> Epoch:
 
 
 def pipeline_of(stages: int | None, chunks: int | None) -> Pipeline | None:
-    """Returns the pipeline that was asked for.
-
-    Raises:
-        ConfigError: a number is out of range, or needs --pipeline.
-    """
+    """Returns the pipeline that was asked for."""
     if stages is None:
         if chunks is not None:
             raise ConfigError(f"--chunks {chunks} needs --pipeline, which is not given")

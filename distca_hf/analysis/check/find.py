@@ -87,9 +87,6 @@ class Candidate:
 
         Args:
             implementation: of attention; None for the class's default.
-
-        Raises:
-            Exception: whatever the class raises for this configuration.
         """
         asked = {} if implementation is None else {"attn_implementation": implementation}
         with torch.device("meta"):
@@ -102,9 +99,6 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
     Args:
         name: see above.
         trust_remote_code: whether Python code next to a configuration may run.
-
-    Raises:
-        ConfigError: there is no such model, its configuration is not understood, or its own code is not trusted.
     """
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return _of_file(Path(name), trust_remote_code)

@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -68,9 +68,7 @@ class CheckAnswer:
             "class": self.candidate.class_name,
             "model_type": self.candidate.config.model_type,
             "status": verdict.status,
-            "reasons": list(verdict.reasons),
-            "limits": list(verdict.limits),
-            "notes": list(verdict.notes),
+            **{name: getattr(verdict, name) for name in ("reasons", "limits", "notes")},
             "cuts_documents": verdict.cuts_documents,
             "longest_document_tokens": verdict.longest_document_tokens,
             "layers": [
@@ -103,11 +101,7 @@ class CheckAnswer:
 
 def run_check(options: CheckOptions) -> int:
     """Runs `distca check`, and returns its exit status. Prints output at the very end: nothing is printed before an
-    error.
-
-    Raises:
-        ConfigError: an option or the model is wrong.
-    """
+    error."""
     setup = TrainingSetup(
         options.gpus,
         checkpointing=cast(Checkpointing, options.checkpointing),  # the job refuses any other
@@ -130,24 +124,20 @@ def run_check(options: CheckOptions) -> int:
 
 
 def check(candidate: Candidate, job: Job) -> CheckAnswer:
-    """Judges a model for a training, and estimates its memory.
-
-    Raises:
-        ConfigError: the model cannot be built.
-    """
+    """Judges a model for a training, and estimates its memory."""
     verdict, outline = judge_quietly(candidate, job.gpu, job.capacity_tokens)
     size, states = decoder_size(outline, list(verdict.kinds)), state_size_of(outline)
     if states is None and any(kind.mixer for kind in verdict.kinds) and not verdict.whole_documents:
-        unknown = "the size of states that travel between ranks is not known, and left out of the memory"
-        verdict = replace(verdict, notes=(*verdict.notes, unknown))
+        verdict.notes.append("the size of states that travel between ranks is not known, and left out of the memory")
     if job.setup.mlp_tokens and size is not None and not size.tiles_mlps:
-        reason = f"no layer has an MLP that runs on {job.setup.mlp_tokens:,} tokens at a time: leave --mlp-tokens out"
-        verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, reason))
+        verdict.reasons.append(
+            f"no layer has an MLP that runs on {job.setup.mlp_tokens:,} tokens at a time: leave --mlp-tokens out"
+        )
     if job.setup.attention_kv_heads:
         try:
             tiled_attention(outline, job.setup.attention_kv_heads)
         except ConfigError as error:
-            verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, str(error)))
+            verdict.reasons.append(str(error))
     found = JobMemory({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
     return CheckAnswer(candidate, job, verdict, size, found)
 

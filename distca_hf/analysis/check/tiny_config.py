@@ -152,11 +152,7 @@ def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def tiny_version(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a small configuration with the flags, names, factors and kinds of layers of this one.
-
-    Raises:
-        Exception: the class refuses them together with small sizes.
-    """
+    """Returns a small configuration with the flags, names, factors and kinds of layers of this one."""
     return type(config)(**_settings_like(config))
 
 

@@ -38,12 +38,7 @@ CPU_PROCESSES = 2
 
 
 def launch_line(options: "ProfileOptions") -> list[str]:
-    """Returns the command with which `distca profile` measures on this node.
-
-    Raises:
-        ConfigError: there are too few GPUs, or none; the model or the kernel is not known; or the file cannot
-            be written, or is not a profile whose links can be measured.
-    """
+    """Returns the command with which `distca profile` measures on this node."""
     gpus = torch.cuda.device_count()
     if not options.cpu and not gpus:
         raise ConfigError("this machine has no GPU to measure; --cpu shows with tiny sizes how it works")
@@ -136,11 +131,7 @@ def in_words(figures: Mapping[str, Any]) -> str:
 
 
 def write(profile: ClusterProfile, path: Path) -> None:
-    """Writes a profile; the file can also be given to the setting `kernel_times`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Writes a profile; the file can also be given to the setting `kernel_times`."""
     content = profile.as_json() | {"kernel_times": kernel_times_of(profile.attention[0])}
     try:
         with replaced(path, named=path != DEFAULT_FILE) as unfinished:
@@ -150,11 +141,7 @@ def write(profile: ClusterProfile, path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures, and writes the file and prints its main figures on rank 0.
-
-    Raises:
-        SystemExit: bad input; with status 2 and one line.
-    """
+    """Measures, and writes the file and prints its main figures on rank 0."""
     options = _parse(arguments)
     try:
         _measure(options, shlex.join(["torchrun", "-m", "distca_hf.analysis.profiles", *arguments]))

@@ -258,11 +258,7 @@ class ClusterProfile:
 
     @classmethod
     def from_json(cls, content: object, source: str) -> "ClusterProfile":
-        """Returns the profile of a file's content.
-
-        Raises:
-            ConfigError: see `load`.
-        """
+        """Returns the profile of a file's content."""
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise ConfigError(f"{source} is not a cluster profile; `distca profile --output cluster.json` writes one")
         schema = content.get("schema")
@@ -335,11 +331,7 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def find_profile(name: str) -> ClusterProfile:
-    """Returns the profile of a file, or the shipped one of a name.
-
-    Raises:
-        ConfigError: there is neither. For a GPU without a profile, names the nearest GPU with one.
-    """
+    """Returns the profile of a file, or the shipped one of a name."""
     shipped = shipped_profiles()
     if name.lower() in shipped:
         return replace(ClusterProfile.load(shipped[name.lower()]), source=name.lower())

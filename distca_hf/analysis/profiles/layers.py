@@ -126,9 +126,6 @@ class AttentionBench:
 
         Args:
             heads: query heads, KV heads, and the dimension of a head.
-
-        Raises:
-            UnsupportedAttentionError: no kernel can compute these heads.
         """
         dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
         query, key_value, dim = heads

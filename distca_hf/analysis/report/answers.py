@@ -31,11 +31,7 @@ IMBALANCES = (
 
 
 def read_plan(content: Mapping[str, Any], source: str) -> Report:
-    """Returns the report of an answer of `distca plan`.
-
-    Raises:
-        LookupError, TypeError, ValueError: a field is missing, or of another kind.
-    """
+    """Returns the report of an answer of `distca plan`."""
     estimates, epoch = content["estimates"], content["whole_epoch"]
     summary = [
         f"{content['model']} on {content['ranks']:,} ranks x {content['tokens_per_rank']:,} tokens: attention work of "
@@ -168,11 +164,7 @@ def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
 
 
 def read_simulation(content: Mapping[str, Any], source: str) -> Report:
-    """Returns the report of an answer of `distca simulate`.
-
-    Raises:
-        LookupError, TypeError, ValueError: a field is missing, or of another kind.
-    """
+    """Returns the report of an answer of `distca simulate`."""
     profile = content["profile"]
     return Report(
         title=f"Simulation of {content['model']} on {content['lengths']}",
@@ -230,11 +222,7 @@ def table_of_ways(world: str, ways: Sequence[Mapping[str, Any]], note: str) -> T
 
 
 def read_given(content: Mapping[str, Any], source: str) -> Report:
-    """Returns the report of an answer of `distca plan --batch-size`.
-
-    Raises:
-        LookupError, TypeError, ValueError: a field is missing, or of another kind.
-    """
+    """Returns the report of an answer of `distca plan --batch-size`."""
     places_rows = content["step_imbalance_placed_loss"] is not None
     rows: list[list[str | float | None]] = [
         [name if places_rows else name.partition(", results")[0], float(content[before]), float(content[after])]

@@ -70,11 +70,7 @@ class TraceIndex:
 
     @classmethod
     def of(cls, files: Iterable[Path]) -> "TraceIndex":
-        """Reads files once, and notes where the traces of each step are.
-
-        Raises:
-            ReportError: a file cannot be read, or a line is not a trace of this version; names both.
-        """
+        """Reads files once, and notes where the traces of each step are."""
         lines: defaultdict[int, list[_Line]] = defaultdict(list)
         unfinished: list[Path] = []
         for file in files:
@@ -86,11 +82,7 @@ class TraceIndex:
         return cls(sorted(lines), sum(map(len, lines.values())), unfinished, dict(lines))
 
     def traces_of(self, step: int) -> Iterator[RankTrace]:
-        """Yields the traces of a step, in the order of files and lines.
-
-        Raises:
-            ReportError: a line is not a trace; names file and line.
-        """
+        """Yields the traces of a step, in the order of files and lines."""
         for path, of_file in groupby(self._lines[step], key=lambda line: line.file):
             with _opened(path) as file:
                 for line in of_file:
@@ -143,9 +135,6 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
     Args:
         folder: of the traces, or the output folder that contains it.
         predictor: predicts seconds; None: from profiles of the run's GPUs.
-
-    Raises:
-        ReportError: it holds no traces, or a file in it cannot be read; names file and line.
     """
     predictor = predictor or Predictor(folder=folder)
     files: list[Path] = []

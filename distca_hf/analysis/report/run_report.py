@@ -62,10 +62,6 @@ def read_source(path: Path, cluster: str | None = None) -> Report:
 
     Args:
         cluster: name or file of the profile that seconds of a run are predicted from; None for the one of its GPUs.
-
-    Raises:
-        ReportError: the path does not exist or cannot be read; says why.
-        ConfigError: the profile does not exist.
     """
     if path.is_dir():
         return read_folder(path, Predictor(None if cluster is None else find_profile(cluster), path))
@@ -156,9 +152,6 @@ def write_page(report: Report, path: Path, named: bool) -> int:
 
     Args:
         named: see `replaced`.
-
-    Raises:
-        ReportError: it cannot be written.
     """
     content = page_of(report).encode()
     try:
@@ -185,10 +178,6 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
         output: the page to write; by default `report.html`, and with `as_json` none.
         as_json: prints all figures as one JSON object.
         cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
-
-    Raises:
-        ReportError: the source cannot be read, or the page cannot be written.
-        ConfigError: there is no such profile.
     """
     report = read_source(source, cluster)
     page = output or (None if as_json else PAGE)

@@ -1,9 +1,10 @@
 """Request: GPUs, tokens and model of a simulation, and the optimizer steps that are simulated."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from distca_hf.analysis.memory import (
     check_checkpointing,
 )
 from distca_hf.analysis.models import SimulatedModel
+from distca_hf.analysis.options import PlanOptions, SimulateOptions
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, gpu_gib_of
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import GivenPlans, PlacedPlanner, StepShape
@@ -42,8 +45,44 @@ MOST_GPU_GIB = 1_000_000
 GPUS_PER_SERVER = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """How a model is trained, and on which GPUs.
+
+    Attributes:
+        checkpointing, liger: see `TrainingSetup`.
+        seed: of the order of documents.
+        mlp_tokens, attention_kv_heads, state_on_host: see `TrainingSetup`; for memory only, times are as without.
+        host_gib: see `Room`.
+    """
+
+    checkpointing: Checkpointing = "saved"
+    liger: bool = False
+    gpu_gib: float = H200_GIB
+    seed: int = 0
+    mlp_tokens: int = 0
+    attention_kv_heads: int = 0
+    state_on_host: bool = False
+    host_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        check_checkpointing(self.checkpointing)
+        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed} must be at least 0")
+        if not 0 < self.gpu_gib <= MOST_GPU_GIB:
+            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and at most {MOST_GPU_GIB:,}")
+
+
+def assumed(options: PlanOptions | SimulateOptions, profile: ClusterProfile) -> dict[str, Any]:
+    """Returns the fields of `Assumptions` that options of a command give."""
+    given = {field.name: getattr(options, field.name) for field in fields(Assumptions) if hasattr(options, field.name)}
+    on_host = getattr(options, "offload_params", False)
+    return given | {"gpu_gib": gpu_gib_of(profile, options.gpu_gib), "state_on_host": on_host}
+
+
 @dataclass(frozen=True)
-class SimulationRequest:
+class SimulationRequest(Assumptions):
     """One training to simulate.
 
     Attributes:
@@ -51,9 +90,6 @@ class SimulationRequest:
         context_tokens: longer documents are split.
         accumulation: micro-steps of an optimizer step.
         tensor_ranks: GPUs that divide every layer between them.
-        checkpointing: what layers keep until backward.
-        liger: whether layers are Liger's.
-        seed: of the order of documents.
         pipeline: stages in which the same GPUs are also simulated, and for which documents are packed; None without a
             pipeline.
         batch_size: rows of a data rank in a micro-step, for batches of the user's sampler. `tokens_per_rank` has no
@@ -62,11 +98,6 @@ class SimulationRequest:
             the last one, and each GPU keeps whole gradients until then.
         staged_micro_batches: micro-batches of an optimizer step in the stages; by default one for every stage in each
             of `accumulation` micro-steps.
-        mlp_tokens, attention_kv_heads, state_on_host: see `TrainingSetup`; for memory only, times are as without.
-        host_gib: see `Room`.
-
-    Raises:
-        ConfigError: a number is out of range, or numbers do not fit together.
     """
 
     model: SimulatedModel
@@ -76,19 +107,11 @@ class SimulationRequest:
     accumulation: int = 1
     ranks_per_node: int = 8
     tensor_ranks: int = 1
-    checkpointing: Checkpointing = "saved"
-    liger: bool = False
-    gpu_gib: float = H200_GIB
     batches: int = 20
-    seed: int = 0
     pipeline: Pipeline | None = None
     sync_each_batch: bool = False
     batch_size: int | None = None
     staged_micro_batches: int | None = None
-    mlp_tokens: int = 0
-    attention_kv_heads: int = 0
-    state_on_host: bool = False
-    host_gib: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -102,12 +125,7 @@ class SimulationRequest:
             ("--batches", self.batches, MAX_BATCHES),
             ("--batch-size", 1 if self.batch_size is None else self.batch_size, MAX_BATCH_SIZE),
         )
-        check_checkpointing(self.checkpointing)
-        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed} must be at least 0")
-        if not 0 < self.gpu_gib <= MOST_GPU_GIB:
-            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and at most {MOST_GPU_GIB:,}")
+        super().__post_init__()
         if self.gpus % self.tensor_ranks or self.ranks_per_node % self.tensor_ranks:
             raise ConfigError(
                 f"--tensor {self.tensor_ranks} must divide --gpus {self.gpus} and --ranks-per-node "
@@ -286,11 +304,7 @@ class SimulationRequest:
         )
 
     def steps(self, document_tokens: IntArray) -> list[list[IntArray]]:
-        """Returns the lengths of each micro-batch of each optimizer step, from as many epochs as are needed.
-
-        Raises:
-            PackingError: there are too few documents for one step.
-        """
+        """Returns the lengths of each micro-batch of each optimizer step, from as many epochs as are needed."""
         if self.batch_size is not None:
             return [[tokens for tokens, _ in step] for step in self.dealt_steps(document_tokens)]
         self._check_longest(document_tokens)
@@ -324,9 +338,6 @@ class SimulationRequest:
 
         As Trainer and Accelerate deal them, an epoch has all rows in random order, and ranks take a batch each in
         turns. Rows with groups are dealt as `groups` says. The last step of an epoch is left out if it is not full.
-
-        Raises:
-            PackingError: there are too few rows for one step, or one is too long.
         """
         self._check_longest(row_tokens)
         of_step = self.num_ranks, self.accumulation, self.batch_size or 0

@@ -70,11 +70,7 @@ class Simulation:
         keys: tuple[str, ...] = (),
         groups: Sequence[Groups] = (),
     ) -> "Simulation":
-        """Returns the simulation on a measured cluster.
-
-        Raises:
-            ConfigError: links that are needed were not measured.
-        """
+        """Returns the simulation on a measured cluster."""
         notes = Notes()
         costs = Costs(profile, request.model, request.liger, notes, request.tensor_ranks)
         cluster = Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes)
@@ -295,9 +291,6 @@ def run_steps(
 
     Returns:
         The simulation, whose notes are complete, and all steps.
-
-    Raises:
-        ConfigError: links that are needed were not measured, or a process was killed.
     """
     simulation = Simulation.of(request, profile, keys)
     size = request.num_ranks * request.accumulation

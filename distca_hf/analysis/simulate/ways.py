@@ -102,9 +102,6 @@ def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
 
     Groups attend separately: a document cut at the border of two groups continues as a new document. That is less
     attention work than uncut documents have, to the advantage of baselines with groups.
-
-    Raises:
-        PackingError: a length is not between 1 and 2 ** 31 - 1.
     """
     layout = fill_in_order(document_tokens, num_groups)
     return np.split(layout.segment_tokens, layout.rank_segments[1:-1])

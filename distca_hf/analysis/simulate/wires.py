@@ -47,9 +47,6 @@ class Cluster:
     Attributes:
         ranks_per_node: number of ranks that share a node.
         notes: everything that was not measured as needed.
-
-    Raises:
-        ConfigError: links that these ranks need were not measured.
     """
 
     profile: ClusterProfile

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.answer import Assumptions, make_answer
+from distca_hf.analysis.answer import PlanAssumptions, make_answer
 from distca_hf.analysis.command import figure_of
 from distca_hf.analysis.epoch import make_report, pack_epoch, plan_epoch
 from distca_hf.analysis.lengths import read_lengths
@@ -129,7 +129,7 @@ def test_a_picture_says_what_it_shows(lengths: Path) -> None:
     packed = pack_epoch(tokens, request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
     step = make_report(request, packed)
-    answer = make_answer(step, plans, packed, tokens, Assumptions())
+    answer = make_answer(step, plans, packed, tokens, PlanAssumptions())
     figure = figure_of(answer)
     title = figure.get_suptitle()
     assert "Attention work" in title
