@@ -283,12 +283,6 @@ def test_a_given_batch_has_no_other_choices(tmp_path: Path) -> None:
     assert said["whole_epoch"]["imbalance_before"]["mean"] == pytest.approx(said["imbalance_before"])
 
 
-def test_a_picture_is_drawn(some: Path, tmp_path: Path) -> None:
-    plan(some, "--plot", tmp_path / "work.png")
-    assert (tmp_path / "work.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["work.png"]
-
-
 def test_a_fresh_process_needs_no_torch(some: Path) -> None:
     code = "import sys; from distca_hf.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
     arguments = ["plan", str(some), "--gpus", "8", "--tokens-per-rank", "65536", "--json", "--compare"]
