@@ -10,12 +10,7 @@ import numpy as np
 
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, StepReport
 from distca_hf.analysis.fit import Room, advice
-from distca_hf.analysis.memory import (
-    Checkpointing,
-    Memory,
-    Sharding,
-    shardings,
-)
+from distca_hf.analysis.memory import Checkpointing, Memory, Sharding, shardings
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, find_profile
 from distca_hf.analysis.request import PlanRequest, fit_lengths
@@ -128,12 +123,9 @@ def make_estimates(
     given: Sequence[IntArray] = (),
     compare: bool = False,
 ) -> Estimates | None:
-    """Returns estimates for a training; None if the model's size is not known.
-
-    Args:
-        document_tokens: `[documents]` lengths of the dataset, none too long.
-        given: lengths of each micro-batch of the one step to simulate; the first epoch's by default.
-    """
+    """Returns estimates for a training; None if the model's size is not known. `document_tokens`: `[documents]`
+    lengths of the dataset, none too long. `given`: lengths of each micro-batch of the one step to simulate; the first
+    epoch's by default."""
     if request.model.size is None:
         return None
     simulated, profile = (
@@ -158,11 +150,8 @@ def make_estimates(
 def memory_by_sharding(
     request: SimulationRequest, tokens: int, received_bytes: int, state_bytes: int = 0
 ) -> dict[Sharding, Memory]:
-    """Returns the memory of a rank with this many tokens, for each way to shard weights.
-
-    Args:
-        received_bytes, state_bytes: bytes that a rank receives in the forward pass of a layer, and of a mixer.
-    """
+    """Returns the memory of a rank with this many tokens, for each way to shard weights. `received_bytes`,
+    `state_bytes`: bytes that a rank receives in the forward pass of a layer, and of a mixer."""
     return {
         sharding: request.rank_load(tokens, received_bytes, state_bytes=state_bytes).memory(request.setup(sharding))
         for sharding in shardings(request.accumulation, request.model.whole_documents, request.state_on_host)
@@ -289,11 +278,7 @@ def make_answer(
     assumptions: PlanAssumptions,
     compare: bool = False,
 ) -> PlanAnswer:
-    """Collects all results.
-
-    Args:
-        given_tokens: `[documents]` lengths before any were cut.
-    """
+    """Collects all results. `given_tokens`: `[documents]` lengths before any were cut."""
     request = step.request
     given = () if packed.origin is not None else packed.first_step(request.micro_steps)
     estimates = make_estimates(request, packed.document_tokens, assumptions, given, compare)

@@ -91,12 +91,8 @@ class LayerSize:
         mlp_share: float = 1.0,
         heads_share: float = 1.0,
     ) -> float:
-        """Returns bytes of a token that a checkpointed layer holds while its backward runs.
-
-        Args:
-            mlp_share: share of the tokens on which the MLP runs at a time.
-            heads_share: share of the heads on which attention runs at a time.
-        """
+        """Returns bytes of a token that a checkpointed layer holds while its backward runs. `mlp_share`: share of the
+        tokens on which the MLP runs at a time. `heads_share`: share of the heads on which attention runs at a time."""
         of_mlp = mlp_share * self.mlp_bytes(liger, tensor_ranks)
         return max(
             self.saved_bytes(hidden_size, saved, liger, tensor_ranks, heads_share) + of_mlp,

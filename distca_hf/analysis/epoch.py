@@ -47,12 +47,8 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class PackedEpoch:
-    """Micro-batches of an epoch.
-
-    Attributes:
-        document_tokens: `[documents]` lengths, after overlong documents were cut.
-        origin: place in training; None if the documents were given as a batch.
-    """
+    """Micro-batches of an epoch. `document_tokens`: `[documents]` lengths, after overlong documents were cut.
+    `origin`: place in training; None if the documents were given as a batch."""
 
     document_tokens: IntArray
     epoch: Epoch

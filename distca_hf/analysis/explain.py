@@ -61,12 +61,8 @@ pairs     of a query and a key that it attends to, in one head"""
 
 
 class Explained(NamedTuple):
-    """What one rank does, as text.
-
-    Attributes:
-        holds: the tokens that it holds, by document.
-        forward, backward: a line for each kernel call, exchange and wait, in order.
-    """
+    """What one rank does, as text. `holds`: the tokens that it holds, by document. `forward`, `backward`: a line for
+    each kernel call, exchange and wait, in order."""
 
     holds: str
     forward: list[str]
@@ -125,12 +121,8 @@ def explain(
 
 
 def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, *of_layer: Any) -> str:
-    """Returns what ranks do as text, with a legend.
-
-    Args:
-        rank: the only rank to show; None for all.
-        of_layer: further arguments of `explain`.
-    """
+    """Returns what ranks do as text, with a legend. `rank`: the only rank to show; None for all. `of_layer`: further
+    arguments of `explain`."""
     if rank is not None and rank >= num_ranks:
         raise ConfigError(f"rank {rank} is not one of {num_ranks}: ranks are 0 to {num_ranks - 1}")
     lines = []
@@ -201,12 +193,8 @@ def _rows_of_ranks(counts: Sequence[int], direction: str) -> str:
 
 @dataclass
 class _NotingKernel:
-    """A kernel that notes its calls and computes nothing.
-
-    Attributes:
-        num_heads: KV heads of the layer.
-        window_tokens: of the layer's sliding window; None without one.
-    """
+    """A kernel that notes its calls and computes nothing. `num_heads`: KV heads of the layer. `window_tokens`: of the
+    layer's sliding window; None without one."""
 
     notes: _Notes
     num_heads: int

@@ -61,11 +61,8 @@ def find_model(name: str | None, tries: bool = True) -> ModelShape:
 
 
 def read_model(path: Path, tries: bool = True) -> ModelShape:
-    """Reads a config.json, or the one in a folder. Adds size and verdict if Transformers has the model type.
-
-    Args:
-        tries: see `find_model`.
-    """
+    """Reads a config.json, or the one in a folder. Adds size and verdict if Transformers has the model type. `tries`:
+    see `find_model`."""
     path = path / CONFIG_FILE if path.is_dir() else path
     if "model_type" not in (config := read_config(path)):
         return read_model_config(path)
@@ -161,11 +158,8 @@ def read_model_config(path: Path) -> ModelShape:
 
 
 def shape_of_config(config: Mapping[str, object], name: str, where: str) -> ModelShape:
-    """Returns the shape of a model from the values of its configuration.
-
-    Args:
-        config: values of the text model, by Transformers' names.
-    """
+    """Returns the shape of a model from the values of its configuration. `config`: values of the text model, by
+    Transformers' names."""
     heads = _positive(config, "num_attention_heads", where)
     for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):
         if config.get(key) is not None:

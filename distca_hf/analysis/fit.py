@@ -157,10 +157,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = True) -> str:
     """Returns what does not fit and the fewest changes that make it fit, as text; empty if everything fits.
-
-    Args:
-        more_ranks: whether to try more ranks, too, which hold the same tokens together.
-    """
+    `more_ranks`: whether to try more ranks, too, which hold the same tokens together."""
     lacking = room.lacking(load.memory(setup), setup.num_ranks)
     if not lacking:
         return ""

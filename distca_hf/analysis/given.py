@@ -43,12 +43,8 @@ PARTS = {"layers": "layers without attention", "attention": "attention", "head":
 
 @dataclass(frozen=True)
 class SharingFigures:
-    """The same micro-batches with shared prefixes and without them; hidden states return.
-
-    Attributes:
-        request: says whether prefixes are shared at all.
-        facts, facts_unshared: of each micro-batch, with shared prefixes and without.
-    """
+    """The same micro-batches with shared prefixes and without them; hidden states return. `request`: says whether
+    prefixes are shared at all. `facts`, `facts_unshared`: of each micro-batch, with shared prefixes and without."""
 
     request: SimulationRequest
     groups: Groups
@@ -175,12 +171,8 @@ class GivenMicroBatch:
 
 @dataclass(frozen=True)
 class GivenAnswer:
-    """The results of `distca plan --batch-size`.
-
-    Attributes:
-        row_tokens: `[rows]` all lengths.
-        sharing: what sharing prefixes brings; None if no documents are known to begin alike.
-    """
+    """The results of `distca plan --batch-size`. `row_tokens`: `[rows]` all lengths. `sharing`: what sharing prefixes
+    brings; None if no documents are known to begin alike."""
 
     request: SimulationRequest
     source: str

@@ -34,12 +34,9 @@ TOKEN_BITS = 32
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Groups of some documents.
-
-    Attributes:
-        names: `[documents]` name of each document's group; None for a document that begins like no other.
-        prefix_tokens: `[documents]` tokens with which all documents of the group begin; 0 without a group.
-    """
+    """Groups of some documents. `names`: `[documents]` name of each document's group; None for a document that begins
+    like no other. `prefix_tokens`: `[documents]` tokens with which all documents of the group begin; 0 without a
+    group."""
 
     names: Sequence[str | None]
     prefix_tokens: IntArray
@@ -95,11 +92,8 @@ class Groups:
         return Counter({name: count for name, count in Counter(self.names).items() if name is not None and count > 1})
 
     def in_words(self, unshared: str) -> str:
-        """Returns a sentence: how many documents begin alike, and whether layers compute that once.
-
-        Args:
-            unshared: why not; empty if they do.
-        """
+        """Returns a sentence: how many documents begin alike, and whether layers compute that once. `unshared`: why
+        not; empty if they do."""
         counts = self.counts
         ending = (
             f", but share no prefixes: {unshared}"

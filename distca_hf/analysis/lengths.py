@@ -51,12 +51,9 @@ MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
 
 @dataclass(frozen=True, eq=False)
 class DocumentLengths:
-    """`[documents]` lengths in tokens, and their file and column.
-
-    Attributes:
-        grouping: values by column, of those `GROUP_COLUMNS` that the file has; empty if it has no prefixes.
-        groups: which documents begin alike; None if that is not known.
-    """
+    """`[documents]` lengths in tokens, and their file and column. `grouping`: values by column, of those
+    `GROUP_COLUMNS` that the file has; empty if it has no prefixes. `groups`: which documents begin alike; None if that
+    is not known."""
 
     tokens: IntArray
     source: str

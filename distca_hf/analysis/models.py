@@ -54,12 +54,9 @@ class ModelSize:
         experts: int = 1,
         experts_per_token: int = 1,
     ) -> "ModelSize":
-        """Counts the weights of a decoder of attention and gated MLPs, without norms and biases.
-
-        Args:
-            mlp_size: width of an MLP, or of an expert.
-            experts, experts_per_token: number of MLPs of a layer, and number that a token is sent to.
-        """
+        """Counts the weights of a decoder of attention and gated MLPs, without norms and biases. `mlp_size`: width of
+        an MLP, or of an expert. `experts`, `experts_per_token`: number of MLPs of a layer, and number that a token is
+        sent to."""
         mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
         rest = attention_parameters(heads, hidden_size) + router
         embedding = vocabulary * hidden_size * (1 if tied else 2)

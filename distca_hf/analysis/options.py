@@ -24,8 +24,7 @@ _Checkpointing = Annotated[
 ]
 _MlpTokens = Annotated[int, typer.Option(help="most tokens on which MLPs run at a time (mlp_tokens); 0: all")]
 _AttentionKvHeads = Annotated[
-    int,
-    typer.Option(help="most KV heads on which attention runs at a time (attention_kv_heads); 0: all"),
+    int, typer.Option(help="most KV heads on which attention runs at a time (attention_kv_heads); 0: all")
 ]
 _OffloadParams = Annotated[
     bool,
@@ -62,8 +61,7 @@ class PlanOptions:
         int | None, typer.Option(help="placed batches, which distca makes: most tokens per rank and micro-step")
     ] = None
     batch_size: Annotated[
-        int | None,
-        typer.Option(help="your own batches: rows per rank and micro-step (per_device_train_batch_size)"),
+        int | None, typer.Option(help="your own batches: rows per rank and micro-step (per_device_train_batch_size)")
     ] = None
     context: Annotated[
         int | None,

@@ -131,10 +131,7 @@ def plain_table(*columns: str) -> Table:
 
 def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room: Room, num_ranks: int) -> Table:
     """Returns the table of GiB per GPU, by part and by way to shard weights, and of a node's host if it has any.
-
-    Args:
-        parts: text for the fields that are shown.
-    """
+    `parts`: text for the fields that are shown."""
     table = plain_table(*(SHARDING_NAMES[sharding] for sharding in ways))
     for part, words in parts.items():
         table.add_row(words, *(in_gib(getattr(memory, part)) for memory in ways.values()))

@@ -31,14 +31,7 @@ from transformers import (
 
 from distca_hf.analysis.check.trial import Make
 from distca_hf.analysis.decoder_size import MLP_MATRICES
-from distca_hf.analysis.models import (
-    CONFIG_FILE,
-    PRESETS,
-    attention_parameters,
-    content_of,
-    read_config,
-    without_hub,
-)
+from distca_hf.analysis.models import CONFIG_FILE, PRESETS, attention_parameters, content_of, read_config, without_hub
 from distca_hf.errors import ConfigError, did_you_mean, first_line
 from distca_hf.integrations.models.structure import IMPLEMENTATION
 
@@ -70,12 +63,7 @@ EXPERTS = {"mixtral": ("num_local_experts", 8, 2), "qwen3_moe": ("num_experts", 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to check.
-
-    Attributes:
-        name: as it is printed.
-        make: builds the class from a configuration.
-    """
+    """A model to check. `name`: as it is printed. `make`: builds the class from a configuration."""
 
     name: str
     config: PreTrainedConfig
@@ -83,23 +71,16 @@ class Candidate:
     class_name: str
 
     def outline(self, implementation: str | None = IMPLEMENTATION) -> PreTrainedModel:
-        """Returns the model on torch's meta device, without memory for weights.
-
-        Args:
-            implementation: of attention; None for the class's default.
-        """
+        """Returns the model on torch's meta device, without memory for weights. `implementation`: of attention; None
+        for the class's default."""
         asked = {} if implementation is None else {"attn_implementation": implementation}
         with torch.device("meta"):
             return self.make(copy.deepcopy(self.config), **asked)
 
 
 def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
-    """Returns the model of a name.
-
-    Args:
-        name: see above.
-        trust_remote_code: whether Python code next to a configuration may run.
-    """
+    """Returns the model of a name. `name`: see above. `trust_remote_code`: whether Python code next to a configuration
+    may run."""
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return _of_file(Path(name), trust_remote_code)
     if name.lower() in PRESETS:

@@ -39,12 +39,7 @@ WORKS, REFUSED = 0, 1
 
 @dataclass(frozen=True)
 class CheckAnswer:
-    """The answer.
-
-    Attributes:
-        size: numbers of weights; None if they could not be counted.
-        found: memory of the job.
-    """
+    """The answer. `size`: numbers of weights; None if they could not be counted. `found`: memory of the job."""
 
     candidate: Candidate
     job: Job

@@ -39,12 +39,9 @@ Make = Callable[..., PreTrainedModel]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model so small that it trains a step in a fraction of a second.
-
-    Attributes:
-        make: builds its class: `from_config` of one of Transformers' auto classes, or `_from_config` of a class.
-        trains: whether it is in training mode, in which some classes draw random numbers.
-    """
+    """A model so small that it trains a step in a fraction of a second. `make`: builds its class: `from_config` of one
+    of Transformers' auto classes, or `_from_config` of a class. `trains`: whether it is in training mode, in which
+    some classes draw random numbers."""
 
     config: PreTrainedConfig
     make: Make
@@ -73,11 +70,8 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class Step:
-    """Loss of one training step, and gradients of all parameters one after the other.
-
-    Attributes:
-        logits: `[tokens, vocabulary]` of all documents one after the other; None if the model returns none.
-    """
+    """Loss of one training step, and gradients of all parameters one after the other. `logits`: `[tokens, vocabulary]`
+    of all documents one after the other; None if the model returns none."""
 
     loss: float
     gradients: torch.Tensor
@@ -141,11 +135,8 @@ def step_alone(model: PreTrainedModel) -> Step:
 
 
 def loss_alone(model: PreTrainedModel, logits: list[torch.Tensor] | None = None) -> float:
-    """Returns the loss of the step on whole documents, each by itself, and computes its gradients.
-
-    Args:
-        logits: gets `[tokens, vocabulary]` of each document; documents without labels are run only for these.
-    """
+    """Returns the loss of the step on whole documents, each by itself, and computes its gradients. `logits`: gets
+    `[tokens, vocabulary]` of each document; documents without labels are run only for these."""
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
     total = 0.0

@@ -24,13 +24,7 @@ from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.flops import Gpu
-from distca_hf.integrations.models.check import (
-    REMEDY,
-    KernelNeed,
-    PositionLimits,
-    kernel_needs,
-    refusals,
-)
+from distca_hf.integrations.models.check import REMEDY, KernelNeed, PositionLimits, kernel_needs, refusals
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers, layer_kinds, ranges
 from distca_hf.integrations.models.head_tiles import head_refusals
 from distca_hf.integrations.models.mixers import needs_whole_documents
@@ -53,12 +47,9 @@ MOST_PARAMETERS = 30_000_000
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernels for layers with the same needs.
-
-    Attributes:
-        able: kernels that can compute them, the fastest first; the first installed one is taken.
-        unable: why each other kernel for this kind of device cannot; without kernels that are taken only by name.
-    """
+    """Kernels for layers with the same needs. `able`: kernels that can compute them, the fastest first; the first
+    installed one is taken. `unable`: why each other kernel for this kind of device cannot; without kernels that are
+    taken only by name."""
 
     need: KernelNeed
     layers: tuple[str, ...]
@@ -171,12 +162,9 @@ class Verdict:
 
 
 def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = True) -> tuple[Verdict, PreTrainedModel]:
-    """Judges a model; returns the verdict, and the model on torch's meta device.
-
-    Args:
-        capacity_tokens: tokens that all ranks together hold, and so the longest document.
-        tries: whether a tiny version trains a step, if the model is not refused before.
-    """
+    """Judges a model; returns the verdict, and the model on torch's meta device. `capacity_tokens`: tokens that all
+    ranks together hold, and so the longest document. `tries`: whether a tiny version trains a step, if the model is
+    not refused before."""
     found = Verdict()
     model = _outline(candidate, found)
     found.kinds, found.whole_documents = tuple(layer_kinds(model)), needs_whole_documents(model)

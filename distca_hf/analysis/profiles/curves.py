@@ -44,11 +44,8 @@ class Beyond(NamedTuple):
 
 @dataclass
 class Notes:
-    """Collects notes about times that were extrapolated, or measured on other hardware; each once.
-
-    Attributes:
-        words: notes as text, in the order in which they were added.
-    """
+    """Collects notes about times that were extrapolated, or measured on other hardware; each once. `words`: notes as
+    text, in the order in which they were added."""
 
     words: dict[str, None] = field(default_factory=dict)
     beyond: dict[str, Beyond] = field(default_factory=dict)

@@ -16,13 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from distca_hf.analysis.profiles.cluster_profile import (
-    AttentionTimes,
-    ClusterProfile,
-    DeviceRates,
-    LinkTimes,
-    Made,
-)
+from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, DeviceRates, LinkTimes, Made
 from distca_hf.analysis.profiles.curves import Curve, Notes
 from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, LayerSize, TaskSize, has_liger
 from distca_hf.analysis.profiles.measure_links import FEWEST_CALLS, MeasuringRanks, OnOwnStream

@@ -185,10 +185,7 @@ class MeasuringRanks:
 
     def _check_nodes(self, local_rank: int) -> None:
         """Checks, the same on all ranks, that nodes have equally many ranks; closes all groups if they have not.
-
-        Args:
-            local_rank: number of this rank on its node.
-        """
+        `local_rank`: number of this rank on its node."""
         every = [number for (number,) in self.transport.gather([local_rank], "counting the ranks of nodes").wait()]
         if every != [rank % self.ranks_per_node for rank in range(self.num_ranks)]:
             self.close()

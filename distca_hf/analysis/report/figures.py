@@ -59,12 +59,8 @@ def numbers_of(of_ranks: OfRanks) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CallOfRanks:
-    """One attention call, of several ranks side by side.
-
-    Attributes:
-        window_tokens: of its sliding window; 0 without one.
-        ranks: number of each rank, and its spans: use of time, and microseconds.
-    """
+    """One attention call, of several ranks side by side. `window_tokens`: of its sliding window; 0 without one.
+    `ranks`: number of each rank, and its spans: use of time, and microseconds."""
 
     part: str
     layer: int
@@ -89,12 +85,8 @@ class MemoryBar:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text and numbers.
-
-    Attributes:
-        bars: number of the column that is drawn as bars; None: nothing is drawn.
-        marked: numbers of the rows whose bars stand out.
-    """
+    """A table of text and numbers. `bars`: number of the column that is drawn as bars; None: nothing is drawn.
+    `marked`: numbers of the rows whose bars stand out."""
 
     title: str
     columns: Sequence[str]

@@ -48,11 +48,8 @@ class Predictor:
         self._made: dict[tuple[str, ModelSizes, HeadSizes], Costs] = {}
 
     def predict(self, of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Seconds:
-        """Returns predicted seconds of one micro-batch; empty if there is nothing to predict from. Commas separate
-        the names of several profiles.
-
-        Args:
-            of_ranks: traces by rank, attention servers after the others; some may be missing.
+        """Returns predicted seconds of one micro-batch; empty if there is nothing to predict from. Commas separate the
+        names of several profiles. `of_ranks`: traces by rank, attention servers after the others; some may be missing.
         """
         by_gpu: dict[tuple[str, str], list[RankTrace]] = {}
         for trace in of_ranks.values():

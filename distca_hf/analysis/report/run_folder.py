@@ -56,12 +56,8 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceIndex:
-    """The steps of a folder.
-
-    Attributes:
-        steps: numbers of the steps, rising.
-        unfinished: files whose last line is cut off and left out.
-    """
+    """The steps of a folder. `steps`: numbers of the steps, rising. `unfinished`: files whose last line is cut off and
+    left out."""
 
     steps: Sequence[int]
     num_traces: int
@@ -130,12 +126,8 @@ def _text(file: Path, line: bytes) -> str:
 
 
 def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
-    """Returns the report of a run.
-
-    Args:
-        folder: of the traces, or the output folder that contains it.
-        predictor: predicts seconds; None: from profiles of the run's GPUs.
-    """
+    """Returns the report of a run. `folder`: of the traces, or the output folder that contains it. `predictor`:
+    predicts seconds; None: from profiles of the run's GPUs."""
     predictor = predictor or Predictor(folder=folder)
     files: list[Path] = []
     for place in (folder, folder / FOLDER):  # ranks, then attention servers

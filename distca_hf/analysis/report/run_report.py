@@ -58,11 +58,8 @@ def _command_of(content: Mapping[str, Any]) -> str | None:
 
 
 def read_source(path: Path, cluster: str | None = None) -> Report:
-    """Returns the report of a run, or of another command's output.
-
-    Args:
-        cluster: name or file of the profile that seconds of a run are predicted from; None for the one of its GPUs.
-    """
+    """Returns the report of a run, or of another command's output. `cluster`: name or file of the profile that seconds
+    of a run are predicted from; None for the one of its GPUs."""
     if path.is_dir():
         return read_folder(path, Predictor(None if cluster is None else find_profile(cluster), path))
     if cluster is not None:
@@ -148,11 +145,7 @@ def page_of(report: Report) -> str:
 
 
 def write_page(report: Report, path: Path, named: bool) -> int:
-    """Writes the page into a file, which appears when it is complete; returns its bytes.
-
-    Args:
-        named: see `replaced`.
-    """
+    """Writes the page into a file, which appears when it is complete; returns its bytes. `named`: see `replaced`."""
     content = page_of(report).encode()
     try:
         with replaced(path, named=named) as unfinished:

@@ -190,12 +190,9 @@ class Hidden:
 
 
 def waited_for(kernels: Passes, layers: int, exchanges: FloatArray, sent: FloatArray) -> Attention:
-    """Returns attention whose kernels wait for exchanges, which recomputation makes again.
-
-    Args:
-        exchanges: `[ranks]` seconds of exchanges and of copies for them, in each pass.
-        sent: `[ranks]` seconds that the wires are busy in each pass.
-    """
+    """Returns attention whose kernels wait for exchanges, which recomputation makes again. `exchanges`: `[ranks]`
+    seconds of exchanges and of copies for them, in each pass. `sent`: `[ranks]` seconds that the wires are busy in
+    each pass."""
     forward, backward = kernels.forward + exchanges, kernels.backward + exchanges
     return Attention(forward, forward, backward, sent, sent, layers, sent, sent)
 

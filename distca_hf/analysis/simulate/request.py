@@ -10,14 +10,7 @@ import numpy as np
 
 from distca_hf.analysis.fit import RankLoad, Room, check_tiles_and_host
 from distca_hf.analysis.groups import UNSHARED, Groups
-from distca_hf.analysis.memory import (
-    GIB,
-    USABLE_SHARE,
-    Checkpointing,
-    Sharding,
-    TrainingSetup,
-    check_checkpointing,
-)
+from distca_hf.analysis.memory import GIB, USABLE_SHARE, Checkpointing, Sharding, TrainingSetup, check_checkpointing
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions, SimulateOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, gpu_gib_of
@@ -230,11 +223,8 @@ class SimulationRequest(Assumptions):
         return self._planner(self.num_ranks, self.tokens_per_rank)
 
     def given_plans(self, places_rows: bool) -> GivenPlans:
-        """Returns the planner of given batches, as training makes it.
-
-        Args:
-            places_rows: whether rows are placed inside the model; otherwise tasks move.
-        """
+        """Returns the planner of given batches, as training makes it. `places_rows`: whether rows are placed inside
+        the model; otherwise tasks move."""
         topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
         costs = self.model.pass_costs.both
         return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows, costs)
@@ -284,11 +274,7 @@ class SimulationRequest(Assumptions):
         return self._planner(trainers, tokens, servers=Servers((1.0,) * servers, nodes=nodes))
 
     def _planner(
-        self,
-        num_ranks: int,
-        tokens_per_rank: int,
-        servers: Servers | None = None,
-        step_shape: StepShape | None = None,
+        self, num_ranks: int, tokens_per_rank: int, servers: Servers | None = None, step_shape: StepShape | None = None
     ) -> PlacedPlanner:
         config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=self.data_ranks_per_node)
         return PlacedPlanner(

@@ -190,11 +190,7 @@ class Result:
 def make_result(
     simulation: Simulation, steps: Sequence[Step], done: Sequence[Simulated], token_budget: float
 ) -> Result:
-    """Returns the figures of simulated steps.
-
-    Args:
-        token_budget: tokens that GPU-hours are counted for.
-    """
+    """Returns the figures of simulated steps. `token_budget`: tokens that GPU-hours are counted for."""
     request, model = simulation.request, simulation.request.model
     tokens = np.array([sum(int(batch.sum()) for batch in step) for step in steps], dtype=np.float64)
     pairs = np.array([model.pairs(np.concatenate(step)) for step in steps])

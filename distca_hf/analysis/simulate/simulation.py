@@ -49,12 +49,8 @@ MOST_PROCESSES = 8
 
 @dataclass(frozen=True)
 class Simulation:
-    """Simulates a request on one cluster.
-
-    Attributes:
-        keys: keys of the ways to simulate; empty for all.
-        groups: of each micro-batch of the step to simulate, the documents that begin alike; empty if none do.
-    """
+    """Simulates a request on one cluster. `keys`: keys of the ways to simulate; empty for all. `groups`: of each
+    micro-batch of the step to simulate, the documents that begin alike; empty if none do."""
 
     request: SimulationRequest
     costs: Costs
@@ -81,11 +77,8 @@ class Simulation:
         return Training(self.costs, self.cluster, self.request.checkpointing != "none")
 
     def step_seconds(self, way: Way, step: Step) -> tuple[float, list[Load]]:
-        """Returns the seconds of an optimizer step, and the load of each micro-batch.
-
-        Args:
-            step: document lengths of each micro-batch; with a pipeline, for the ranks of one stage.
-        """
+        """Returns the seconds of an optimizer step, and the load of each micro-batch. `step`: document lengths of each
+        micro-batch; with a pipeline, for the ranks of one stage."""
         training = replace(self.training, cluster=self._trainers(way.servers))
         if way.in_stages:
             assert self.request.pipeline is not None

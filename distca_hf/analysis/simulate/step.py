@@ -192,10 +192,7 @@ class StagedTraining:
 
     def micro_batches_seconds(self, loads: Sequence[Load]) -> float:
         """Returns the seconds of the micro-batches of an optimizer step, in their order, and of its collectives.
-
-        Args:
-            loads: on the data ranks of a stage.
-        """
+        `loads`: on the data ranks of a stage."""
         training, costs = self.training, self.training.costs
         num_layers = costs.model.size.layers
         shares = np.array(self.pipeline.layers_of_parts(num_layers)) / num_layers

@@ -42,12 +42,8 @@ class WireBytes:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and their links.
-
-    Attributes:
-        ranks_per_node: number of ranks that share a node.
-        notes: everything that was not measured as needed.
-    """
+    """Ranks and their links. `ranks_per_node`: number of ranks that share a node. `notes`: everything that was not
+    measured as needed."""
 
     profile: ClusterProfile
     num_ranks: int
