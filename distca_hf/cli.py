@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -58,9 +58,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+    ),
 ) -> None:
     """Options of the command itself."""
 
@@ -101,29 +101,21 @@ class LauncherBehindDashes(TyperCommand):
 )
 def train(
     context: typer.Context,
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE",
-            help="a YAML file, or the name of a shipped recipe (distca recipes)",
-        ),
-    ],
-    script: Annotated[
-        str | None,
-        typer.Option(help="file, or name of a shipped example (distca examples), instead of the recipe's script"),
-    ] = None,
-    accelerate: Annotated[
-        str | None,
-        typer.Option(help="configuration of Accelerate, a file or a shipped one, instead of the recipe's"),
-    ] = None,
-    attention_servers: Annotated[
-        str | None,
-        typer.Option(
-            help="attention servers of each node, its last processes: one number, or one for each node (0,8); "
-            "instead of the recipe's number"
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print the line, without checking it")] = False,
+    recipe: str = typer.Argument(
+        ..., metavar="RECIPE", help="a YAML file, or the name of a shipped recipe (distca recipes)"
+    ),
+    script: str | None = typer.Option(
+        None, help="file, or name of a shipped example (distca examples), instead of the recipe's script"
+    ),
+    accelerate: str | None = typer.Option(
+        None, help="configuration of Accelerate, a file or a shipped one, instead of the recipe's"
+    ),
+    attention_servers: str | None = typer.Option(
+        None,
+        help="attention servers of each node, its last processes: one number, or one for each node (0,8); "
+        "instead of the recipe's number",
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="only print the line, without checking it"),
 ) -> None:
     """Trains from a recipe: starts its script with accelerate launch, one process for each GPU. Dataset, model, recipe
     and arguments are checked before.
@@ -265,25 +257,21 @@ def simulate(options: SimulateOptions) -> None:
 
 @app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --json | distca report -")
 def report(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_OR_PLAN",
-            help="a run: its output folder, or a folder of traces that training wrote (setting report_every_steps); "
-            "or a file with the output of distca plan --json or distca simulate --json; or - for standard input",
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="the page to write (report.html; with --json none)")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="measured profile that seconds of a run are predicted from: h200, h100, or a file of distca profile; "
-            "by default that of the run's setting kernel_times, or of its GPUs"
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
+    source: Path = typer.Argument(
+        ...,
+        metavar="RUN_OR_PLAN",
+        help="a run: its output folder, or a folder of traces that training wrote (setting report_every_steps); "
+        "or a file with the output of distca plan --json or distca simulate --json; or - for standard input",
+    ),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", help="the page to write (report.html; with --json none)"
+    ),
+    cluster: str | None = typer.Option(
+        None,
+        help="measured profile that seconds of a run are predicted from: h200, h100, or a file of distca profile; "
+        "by default that of the run's setting kernel_times, or of its GPUs",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="print all figures as one JSON object"),
 ) -> None:
     """Shows a run, or a plan, in one HTML file that needs no network.
 
@@ -300,29 +288,21 @@ def report(
 
 @app.command(epilog="Example: distca explain 64,2x24 --gpus 2 --rank 1")
 def explain(
-    documents: Annotated[
-        str,
-        typer.Argument(metavar="LENGTHS", help="tokens of each document of the micro-batch, as in 2x32768,4096"),
-    ],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs (ranks) that hold the documents")] = 2,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="show only this rank, counted from 0; by default all")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="sliding window of the layer, in tokens; by default none")
-    ] = None,
-    chunked: Annotated[
-        bool,
-        typer.Option("--chunked", help="the window does not slide: documents are divided into chunks of its length"),
-    ] = False,
-    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the layer")] = 8,
-    head_groups: Annotated[
-        int, typer.Option(min=1, help="groups that the heads of very long documents may be divided into")
-    ] = 1,
-    chunks: Annotated[int, typer.Option(min=1, help="chunks of each exchange in the forward pass")] = 1,
-    refetch: Annotated[
-        bool, typer.Option("--refetch", help="send keys again in the backward pass instead of keeping them")
-    ] = False,
+    documents: str = typer.Argument(
+        ..., metavar="LENGTHS", help="tokens of each document of the micro-batch, as in 2x32768,4096"
+    ),
+    gpus: int = typer.Option(2, min=1, help="GPUs (ranks) that hold the documents"),
+    rank: int | None = typer.Option(None, min=0, help="show only this rank, counted from 0; by default all"),
+    window: int | None = typer.Option(None, min=1, help="sliding window of the layer, in tokens; by default none"),
+    chunked: bool = typer.Option(
+        False, "--chunked", help="the window does not slide: documents are divided into chunks of its length"
+    ),
+    kv_heads: int = typer.Option(8, min=1, help="KV heads of the layer"),
+    head_groups: int = typer.Option(1, min=1, help="groups that the heads of very long documents may be divided into"),
+    chunks: int = typer.Option(1, min=1, help="chunks of each exchange in the forward pass"),
+    refetch: bool = typer.Option(
+        False, "--refetch", help="send keys again in the backward pass instead of keeping them"
+    ),
 ) -> None:
     """Shows, step by step, what one layer's attention does on each rank for a micro-batch: which rows it sends and
     receives, and what it computes meanwhile."""

@@ -312,7 +312,11 @@ OF_PLACED = (
 
 def run_given(options: PlanOptions) -> None:
     """Runs `distca plan --batch-size`. Prints output at the very end: nothing is printed before an error."""
-    changed = {field.name for field in fields(options) if getattr(options, field.name) != field.default}
+    changed = {
+        field.name
+        for field in fields(options)
+        if getattr(options, field.name) != getattr(field.default, "default", None)
+    }
     if without_effect := [f"--{name.replace('_', '-')}" for name in OF_PLACED if name in changed]:
         raise ConfigError(
             f"{', '.join(without_effect)}: only for placed batches, and --batch-size {options.batch_size} is for "

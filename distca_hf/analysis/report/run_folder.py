@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from distca_hf.analysis.report.estimates import Predictor
 from distca_hf.analysis.report.figures import (
     CallOfRanks,
     MemoryBar,
@@ -22,7 +23,6 @@ from distca_hf.analysis.report.figures import (
     in_nodes,
     spread,
 )
-from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.straggler import (
     findings_of,
     most_telling,

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from distca_hf.analysis.profiles.cluster_profile import find_profile
-from distca_hf.analysis.report.answers import (
+from distca_hf.analysis.report.estimates import (
     GIVEN_FIELDS,
     PLAN_FIELDS,
     SIMULATION,
+    Predictor,
     read_given,
     read_plan,
     read_simulation,
 )
 from distca_hf.analysis.report.figures import KIND, Report, fitted
-from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.tables import COLUMNS
 from distca_hf.errors import ReportError, first_line, printable
