@@ -160,13 +160,9 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> tu
 
 
 def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, track: Track = iter) -> EpochPlans:
-    """Plans optimizer steps that are spread evenly over the epoch.
-
-    Args:
-        request: ranks, model and layout; its limit of bytes is ignored.
-        document_tokens: `[documents]` lengths of the whole dataset.
-        epoch: its micro-batches, at least as many as an optimizer step has.
-    """
+    """Plans optimizer steps that are spread evenly over the epoch. `request`: ranks, model and layout; its limit of
+    bytes is ignored. `document_tokens`: `[documents]` lengths of the whole dataset. `epoch`: its micro-batches, at
+    least as many as an optimizer step has."""
     # 1. Steps that are planned.
     request, micro_steps = replace(request, bytes_limit=None), request.micro_steps
     steps = epoch.num_micro_batches // micro_steps

@@ -78,13 +78,9 @@ def explain(
     num_chunks: int = 1,
     refetches: bool = False,
 ) -> list[Explained]:
-    """Returns what each rank does in one layer, for documents placed as `plugin.dataloader` places them.
-
-    Args:
-        kv_heads: KV heads of the layer, and its query heads.
-        head_groups: groups that the heads of very long documents may be divided into.
-        refetches: whether keys are sent again in backward instead of being kept.
-    """
+    """Returns what each rank does in one layer, for documents placed as `plugin.dataloader` places them. `kv_heads`:
+    KV heads of the layer, and its query heads. `head_groups`: groups that the heads of very long documents may be
+    divided into. `refetches`: whether keys are sent again in backward instead of being kept."""
     if kv_heads % head_groups:
         raise ConfigError(f"{kv_heads} KV heads do not divide into {head_groups} groups")
     if (tokens := sum(document_tokens)) * kv_heads > MOST_NAMES:

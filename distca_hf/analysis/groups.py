@@ -43,13 +43,8 @@ class Groups:
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Sequence[object]], tokens: IntArray, source: str) -> Self | None:
-        """Returns the groups of documents; None if no document has a prefix.
-
-        Args:
-            columns: values by column, of those `GROUP_COLUMNS` that the file has.
-            tokens: `[documents]` lengths.
-            source: their file, for errors.
-        """
+        """Returns the groups of documents; None if no document has a prefix. `columns`: values by column, of those
+        `GROUP_COLUMNS` that the file has. `tokens`: `[documents]` lengths. `source`: their file, for errors."""
         given_prefixes = columns.get(PREFIX_COLUMN, ())
         if all(prefix is None or prefix == "" for prefix in map(_cell, given_prefixes)):
             return None

@@ -16,7 +16,14 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, DeviceRates, LinkTimes, Made
+from distca_hf.analysis.profiles.cluster_profile import (
+    AttentionTimes,
+    ClusterProfile,
+    DeviceRates,
+    LayerTimes,
+    LinkTimes,
+    Made,
+)
 from distca_hf.analysis.profiles.curves import Curve, Notes
 from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, LayerSize, TaskSize, has_liger
 from distca_hf.analysis.profiles.measure_links import FEWEST_CALLS, MeasuringRanks, OnOwnStream
@@ -194,23 +201,9 @@ class Measuring:
         times = [bench.layer(*layer) for layer in progress.over("layers", layers)]
         rates = [bench.rates(*self.grid.rates) for _ in progress.over("rates", [None])]
         within, between = self._links(attention, progress)
-        tables = self._tables(seconds)
-        return ClusterProfile(
-            self._made(type(attention.kernel).__name__),
-            tables,
-            tuple(
-                replace(
-                    layer,
-                    forward=tuple(self._mean(layer.forward)),
-                    kept=tuple(self._mean(layer.kept)),
-                    backward=tuple(self._mean(layer.backward)),
-                )
-                for layer in times
-            ),
-            self._mean_rates(rates[0]),
-            within,
-            between,
-        )
+        made, tables = self._made(type(attention.kernel).__name__), self._tables(seconds)
+        layers_of_all = tuple(map(self._mean_layer, times))
+        return ClusterProfile(made, tables, layers_of_all, self._mean_rates(rates[0]), within, between)
 
     def links_of(self, profile: ClusterProfile) -> ClusterProfile:
         """Measures only the network, and returns a profile with links between nodes. A collective call."""
@@ -249,6 +242,10 @@ class Measuring:
     def _mean(self, values: Sequence[float]) -> list[float]:
         every = self.ranks.gathered(values, "times of layers")
         return [statistics.fmean(column) for column in zip(*every, strict=True)]
+
+    def _mean_layer(self, layer: LayerTimes) -> LayerTimes:
+        means = (tuple(self._mean(seconds)) for seconds in (layer.forward, layer.kept, layer.backward))
+        return replace(layer, **dict(zip(("forward", "kept", "backward"), means, strict=True)))
 
     def _mean_rates(self, rates: DeviceRates) -> DeviceRates:
         inverse = self._mean([1 / rates.matrix_flops * 1e9, 1 / rates.copy_bytes * 1e6])

@@ -291,13 +291,8 @@ class MeasuringRanks:
         return lambda: REDUCE_SCATTER(part, whole, group=group)
 
     def delay_of(self, beside: Callable[[], object], send: Exchanges | OnOwnStream, seconds_alone: float) -> float:
-        """Returns the seconds by which a second of sending delays what runs meanwhile.
-
-        Args:
-            beside: launches kernels.
-            send: starts sending, and waits for it.
-            seconds_alone: of sending.
-        """
+        """Returns the seconds by which a second of sending delays what runs meanwhile. `beside`: launches kernels.
+        `send`: starts sending, and waits for it. `seconds_alone`: of sending."""
         alone = self.slowest(beside, FEWEST_CALLS, "measuring kernels")
 
         def both() -> None:

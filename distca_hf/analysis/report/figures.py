@@ -243,13 +243,9 @@ def in_nodes(
     sent: Sequence[tuple[int, int, float]], num_ranks: int, num_servers: int, ranks_per_node: int
 ) -> tuple[int, list[tuple[int, int, float]]]:
     """Returns a number of nodes and (source, destination, bytes): of ranks and 0 nodes, or of nodes if there are too
-    many ranks. Attention servers are never summed: they come after the ranks, or after the nodes.
-
-    Args:
-        num_ranks: ranks that hold tokens; servers have the numbers after them.
-        num_servers: attention servers.
-        ranks_per_node: ranks that share a node, of those that hold tokens.
-    """
+    many ranks. Attention servers are never summed: they come after the ranks, or after the nodes. `num_ranks`: ranks
+    that hold tokens; servers have the numbers after them. `num_servers`: attention servers. `ranks_per_node`: ranks
+    that share a node, of those that hold tokens."""
     if num_ranks + num_servers <= MOST_MATRIX_RANKS or ranks_per_node == 1:
         return 0, list(sent)
     num_nodes = ceil_div(num_ranks, ranks_per_node)

@@ -108,17 +108,8 @@ def _object_of(path: Path) -> Mapping[str, Any]:
 TEMPLATES = files("distca_hf.analysis.report") / "page"
 # Scripts, in the order in which they need each other.
 SCRIPTS = (
-    "numbers.js",
-    "drawing.js",
-    "picture.js",
-    "columns.js",
-    "work.js",
-    "matrix.js",
-    "timeline.js",
-    "seconds.js",
-    "memory.js",
-    "bars.js",
-    "main.js",
+    *("numbers.js", "drawing.js", "picture.js", "columns.js", "work.js", "matrix.js"),
+    *("timeline.js", "seconds.js", "memory.js", "bars.js", "main.js"),
 )
 
 

@@ -156,13 +156,9 @@ class Hidden:
     gathering: float = 0.0
 
     def attention(self, local: Passes, remote: Passes, late: Passes, layers: int) -> Attention:
-        """Returns attention with these exchanges.
-
-        Args:
-            local: `[ranks]` seconds of calls that need no rows of other ranks.
-            remote: `[ranks]` seconds of all other calls.
-            late: `[ranks]` seconds of the local calls that can wait until results leave.
-        """
+        """Returns attention with these exchanges. `local`: `[ranks]` seconds of calls that need no rows of other
+        ranks. `remote`: `[ranks]` seconds of all other calls. `late`: `[ranks]` seconds of the local calls that can
+        wait until results leave."""
         kernels, wires = local + remote, self.exchanges
         sent = wires.rows + wires.results
         # Half of them are early if rows both arrive and leave; without results forward has no late calls.
@@ -227,13 +223,9 @@ def ours(
     keeps: bool = True,
     gather_seconds: float | None = None,
 ) -> Load:
-    """Returns the load of a plan.
-
-    Args:
-        planning_seconds: time of planning at the first attention call; 0 if a thread plans ahead.
-        keeps: whether rows of other ranks are kept until backward.
-        gather_seconds: time in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
-    """
+    """Returns the load of a plan. `planning_seconds`: time of planning at the first attention call; 0 if a thread
+    plans ahead. `keeps`: whether rows of other ranks are kept until backward. `gather_seconds`: time in which FSDP
+    gathers the next layer's weights meanwhile; by default over all ranks."""
     layout, wires = plan.layout, RowBytes.of(costs, cluster, plan)
     before = costs.share_before_attention * float(costs.layer(layout.rank_tokens).forward.max())
     if gather_seconds is None:

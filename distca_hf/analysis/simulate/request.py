@@ -232,13 +232,9 @@ class SimulationRequest(Assumptions):
     def given_layout(
         self, plans: GivenPlans, home: Layout, groups: Groups | None, loss_is_placed: bool = False
     ) -> Layout:
-        """Returns the layout that layers compute, as in training.
-
-        Args:
-            home: whole documents, in the order of the batches.
-            groups: which of them begin alike; None if none do.
-            loss_is_placed: whether head and loss run on placed rows.
-        """
+        """Returns the layout that layers compute, as in training. `home`: whole documents, in the order of the
+        batches. `groups`: which of them begin alike; None if none do. `loss_is_placed`: whether head and loss run on
+        placed rows."""
         if groups is None:
             return plans.layout(home)
         hashes = groups.hashes(home.document_tokens, self.num_ranks, self.least_tokens, loss_is_placed)
@@ -362,13 +358,9 @@ class SimulationRequest(Assumptions):
     def setup(
         self, sharding: Sharding, checkpointing: Checkpointing | None = None, keeps_keys: bool = True, servers: int = 0
     ) -> TrainingSetup:
-        """Returns what memory depends on, without a pipeline.
-
-        Args:
-            checkpointing: by default the request's.
-            keeps_keys: whether keys of other ranks are kept until backward, within their budget.
-            servers: data ranks that hold no weights.
-        """
+        """Returns what memory depends on, without a pipeline. `checkpointing`: by default the request's. `keeps_keys`:
+        whether keys of other ranks are kept until backward, within their budget. `servers`: data ranks that hold no
+        weights."""
         return TrainingSetup(
             self.gpus - servers * self.tensor_ranks,
             sharding,
