@@ -244,8 +244,9 @@ class Measuring:
         return [statistics.fmean(column) for column in zip(*every, strict=True)]
 
     def _mean_layer(self, layer: LayerTimes) -> LayerTimes:
-        means = (tuple(self._mean(seconds)) for seconds in (layer.forward, layer.kept, layer.backward))
-        return replace(layer, **dict(zip(("forward", "kept", "backward"), means, strict=True)))
+        of_passes = (layer.forward, layer.kept, layer.backward)
+        forward, kept, backward = (tuple(self._mean(seconds)) for seconds in of_passes)
+        return replace(layer, forward=forward, kept=kept, backward=backward)
 
     def _mean_rates(self, rates: DeviceRates) -> DeviceRates:
         inverse = self._mean([1 / rates.matrix_flops * 1e9, 1 / rates.copy_bytes * 1e6])
