@@ -49,13 +49,8 @@ AUTO: tuple[tuple[Any, Any], ...] = (
 )
 # Model types of built-in names, by how they begin: the longest match counts.
 TYPES_OF_PRESETS = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "mixtral": "mixtral",
-    "qwen2.5": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3-30b-a3b": "qwen3_moe",
-    "qwen3-235b-a22b": "qwen3_moe",
+    **{"llama": "llama", "mistral": "mistral", "mixtral": "mixtral", "qwen2.5": "qwen2", "qwen3": "qwen3"},
+    **dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), "qwen3_moe"),
 }
 # By model type: name of the number of experts, that number, and the experts per token.
 EXPERTS = {"mixtral": ("num_local_experts", 8, 2), "qwen3_moe": ("num_experts", 128, 8)}
