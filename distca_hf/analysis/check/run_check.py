@@ -23,7 +23,7 @@ from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
 from distca_hf.analysis.decoder_size import DecoderSize, state_size_of
 from distca_hf.analysis.fit import MOST_TOKENS, Job, JobMemory, memory_of
-from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing, Memory, Sharding, TrainingSetup
+from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing, Sharding, TrainingSetup
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.tables import counted
@@ -49,7 +49,6 @@ class CheckAnswer:
 
     @property
     def memory(self) -> dict[Sharding, Memory]:
-        """Memory by way to shard weights; empty if it is not known."""
         return self.found.of_ways
 
     @property
@@ -74,11 +73,8 @@ class CheckAnswer:
             "gpu": asdict(job.gpu),
             "gpus": setup.num_ranks,
             "tokens_per_rank": job.tokens_per_rank,
-            "micro_steps": setup.micro_steps,
-            "checkpointing": setup.checkpointing,
-            "liger": setup.liger,
-            "mlp_tokens": setup.mlp_tokens,
-            "attention_kv_heads": setup.attention_kv_heads,
+            **{name: getattr(setup, name) for name in ("micro_steps", "checkpointing", "liger")},
+            **{name: getattr(setup, name) for name in ("mlp_tokens", "attention_kv_heads")},
             "offload_params": setup.state_on_host,
             "ranks_per_node": job.ranks_per_node,
             "host_gib": job.host_gib,

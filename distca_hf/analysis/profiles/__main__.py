@@ -82,21 +82,13 @@ def main_figures(profile: ClusterProfile, file: Path) -> dict[str, Any]:
     def of_links(links: LinkTimes | None) -> dict[str, float] | None:
         if links is None:
             return None
-        return {
-            "ranks": links.ranks,
-            "exchange_bytes_per_second": links.num_bytes[-1] / links.exchange[-1],
-            "all_gather_bytes_per_second": links.num_bytes[-1] / links.all_gather[-1],
-            "reduce_scatter_bytes_per_second": links.num_bytes[-1] / links.reduce_scatter[-1],
-            "exchange_latency_seconds": links.exchange[0],
-        }
+        kinds, most = ("exchange", "all_gather", "reduce_scatter"), links.num_bytes[-1]
+        rates = {f"{kind}_bytes_per_second": most / getattr(links, kind)[-1] for kind in kinds}
+        return {"ranks": links.ranks, **rates, "exchange_latency_seconds": links.exchange[0]}
 
     return {
         "file": str(file),
-        "device": made.device,
-        "kernel": made.kernel,
-        "processes": made.processes,
-        "nodes": made.nodes,
-        "date": made.date,
+        **{name: getattr(made, name) for name in ("device", "kernel", "processes", "nodes", "date")},
         "matrix_flops": profile.rates.matrix_flops,
         "attention_tokens": int(attention.square_tokens[-1]),
         "attention_forward_flops": flops / attention.square_forward[-1],
