@@ -44,9 +44,9 @@ class PlanAssumptions(Assumptions):
     cluster: str = DEFAULT_PROFILE
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gpu_gib >= 10_000:
+        if not 0 < self.gpu_gib < 10_000:
             raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0 and below 10000")
+        super().__post_init__()
 
     def simulation(self, request: PlanRequest) -> SimulationRequest:
         """Returns the request to `distca simulate` for the same training, with as many steps as are worth it."""

@@ -23,7 +23,7 @@ from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
 from distca_hf.analysis.decoder_size import DecoderSize, state_size_of
 from distca_hf.analysis.fit import MOST_TOKENS, Job, JobMemory, memory_of
-from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing, Sharding, TrainingSetup
+from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing, Memory, Sharding, TrainingSetup
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.tables import counted
