@@ -164,7 +164,7 @@ def test_hybrids_whose_states_travel_have_no_limits(name: str) -> None:
 
     assert any(kind.mixer for kind in hybrid.kinds)
     assert all(kind.cuts_documents for kind in hybrid.kinds)
-    assert (hybrid.status, hybrid.limits, hybrid.cuts_documents) == ("works", (), True)
+    assert (hybrid.status, hybrid.limits, hybrid.cuts_documents) == ("works", [], True)
 
 
 @classes_of_today
