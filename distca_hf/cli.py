@@ -1,19 +1,26 @@
 """The `distca` command."""
 
+import functools
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from typer.core import TyperCommand
 
-from distca_hf.analysis import commands
+from distca_hf.analysis.options import CheckOptions, PlanOptions, ProfileOptions, SimulateOptions
 from distca_hf.cost import Mask
-from distca_hf.errors import DistCAError, printable
+from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
 from distca_hf.version import __version__
@@ -51,9 +58,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+    ),
 ) -> None:
     """Options of the command itself."""
 
@@ -93,29 +100,21 @@ class LauncherBehindDashes(TyperCommand):
 )
 def train(
     context: typer.Context,
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE",
-            help="a YAML file, or the name of a shipped recipe (distca recipes)",
-        ),
-    ],
-    script: Annotated[
-        str | None,
-        typer.Option(help="file, or name of a shipped example (distca examples), instead of the recipe's script"),
-    ] = None,
-    accelerate: Annotated[
-        str | None,
-        typer.Option(help="configuration of Accelerate, a file or a shipped one, instead of the recipe's"),
-    ] = None,
-    attention_servers: Annotated[
-        str | None,
-        typer.Option(
-            help="attention servers of each node, its last processes: one number, or one for each node (0,8); "
-            "instead of the recipe's number"
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print the line, without checking it")] = False,
+    recipe: str = typer.Argument(
+        ..., metavar="RECIPE", help="a YAML file, or the name of a shipped recipe (distca recipes)"
+    ),
+    script: str | None = typer.Option(
+        None, help="file, or name of a shipped example (distca examples), instead of the recipe's script"
+    ),
+    accelerate: str | None = typer.Option(
+        None, help="configuration of Accelerate, a file or a shipped one, instead of the recipe's"
+    ),
+    attention_servers: str | None = typer.Option(
+        None,
+        help="attention servers of each node, its last processes: one number, or one for each node (0,8); "
+        "instead of the recipe's number",
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="only print the line, without checking it"),
 ) -> None:
     """Trains from a recipe: starts its script with accelerate launch, one process for each GPU. Dataset, model, recipe
     and arguments are checked before.
@@ -141,30 +140,137 @@ def train(
         command.launch(line)
 
 
-commands.add_to(app, _one_line_errors)
+def _with_options(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Returns a command whose options are the fields of the class that it takes; it refuses input in one line."""
+    fields = inspect.signature(command).parameters["options"].annotation
+
+    @functools.wraps(command)
+    def run(**given: object) -> None:
+        with _one_line_errors():
+            command(fields(**given))
+
+    vars(run).update(__signature__=inspect.signature(fields))
+    run.__annotations__ = fields.__annotations__
+    return run
+
+
+@app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 16384 --compare")
+@_with_options
+def plan(options: PlanOptions) -> None:
+    """Estimates a training on documents of these lengths: balance of an epoch, speed and memory.
+
+    Give --tokens-per-rank for placed batches, which distca makes, or --batch-size for your own, whose rows are placed
+    inside the model.
+
+    With --tokens-per-rank documents are shuffled and packed as training does it: an epoch has as few micro-batches as
+    hold all documents, of nearly equal tokens. The first optimizer step is planned in full, with its bytes. Speed and
+    memory are estimated for other numbers of tokens per rank, too.
+
+    Speed and memory are estimates; no GPU is needed. Bytes are counted in one layer's forward pass.
+
+    With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
+    """
+    from distca_hf.analysis.command import run_plan
+    from distca_hf.analysis.given import run_given
+
+    if options.batch_size is not None:
+        run_given(options)
+        return
+    if options.tokens_per_rank is None:
+        raise ConfigError(
+            "neither --tokens-per-rank nor --batch-size is given: give the first for placed batches, the second for "
+            "your own"
+        )
+    if options.context is not None:
+        raise ConfigError(
+            f"--context {options.context} cuts rows of --batch-size, which is not given. With --tokens-per-rank use "
+            "--overlong truncate or split"
+        )
+    run_plan(options, options.tokens_per_rank)
+
+
+@app.command(epilog="Example: distca check llama3-8b --gpus 16 --tokens-per-rank 65536 --liger")
+@_with_options
+def check(options: CheckOptions) -> None:
+    """Says whether a model works, layer by layer: with which limits and kernels, whether documents may be cut, and
+    which tokens per rank fit the GPU's memory.
+
+    The model is built without weights and checked as training checks it; a tiny version of it trains a step on two
+    ranks of this CPU, and its numbers must equal single documents' numbers. No GPU is needed. Memory is an estimate.
+
+    Exit status: 0 works, 1 refused, 2 bad input.
+
+    Show the numbers, too: distca check Qwen3ForCausalLM --numerics
+    """
+    from distca_hf.analysis.check.run_check import run_check
+
+    raise typer.Exit(run_check(options))
+
+
+@app.command(epilog="Example: distca profile --cpu --dry-run")
+@_with_options
+def profile(options: ProfileOptions) -> None:
+    """Measures this machine's GPUs and links, in less than three minutes, for distca simulate --cluster.
+
+    Attention forward and backward over sizes of queries and keys, a layer without attention, matrix products,
+    exchanges and FSDP's collectives by size. The file also serves the setting kernel_times. Nothing else may run on
+    the GPUs meanwhile. In the end it prints the main figures; the file has all.
+
+    On one node: distca profile --output cluster.json
+
+    With figures for a program: distca profile --output cluster.json --json
+
+    On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
+    """
+    from distca_hf.analysis.profiles.__main__ import launch_line
+
+    line = launch_line(options)
+    if options.as_json and options.dry_run:
+        typer.echo(json.dumps({"command": line, "file": str(options.as_between_nodes or options.output)}))
+    else:
+        typer.echo(shlex.join(line), err=options.as_json)  # stdout is for the figures
+    if not options.dry_run:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *line[1:]])  # under the same Python
+
+
+@app.command(epilog="Example: distca simulate prolong --gpus 8 --context 262144 --liger --batches 4")
+@_with_options
+def simulate(options: SimulateOptions) -> None:
+    """Estimates the step time of a training on a measured cluster, for each way to share attention between GPUs: plain
+    packing, sorted packs, whole documents, Ulysses, zigzag rings and distca_hf.
+
+    Says which way to choose and what it gains, if anything. No GPU is needed. Times are summed from measurements of
+    single kernels, layers and links; all assumptions are listed.
+
+    Your own batches, unpacked: distca simulate prolong --batch-size 4 --context 32768
+
+    Several at once: distca simulate pretrain --gpus 8,64,512 --micro-steps 1,4 --json
+
+    And a pipeline: distca simulate pretrain --gpus 32 --micro-steps 2 --pipeline 4 --chunks 4 --liger
+    """
+    from distca_hf.analysis.simulate.command import run_simulate
+
+    run_simulate(options)
 
 
 @app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --json | distca report -")
 def report(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_OR_PLAN",
-            help="a run: its output folder, or a folder of traces that training wrote (setting report_every_steps); "
-            "or a file with the output of distca plan --json or distca simulate --json; or - for standard input",
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="the page to write (report.html; with --json none)")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="measured profile that seconds of a run are predicted from: h200, h100, or a file of distca profile; "
-            "by default that of the run's setting kernel_times, or of its GPUs"
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
+    source: Path = typer.Argument(
+        ...,
+        metavar="RUN_OR_PLAN",
+        help="a run: its output folder, or a folder of traces that training wrote (setting report_every_steps); "
+        "or a file with the output of distca plan --json or distca simulate --json; or - for standard input",
+    ),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", help="the page to write (report.html; with --json none)"
+    ),
+    cluster: str | None = typer.Option(
+        None,
+        help="measured profile that seconds of a run are predicted from: h200, h100, or a file of distca profile; "
+        "by default that of the run's setting kernel_times, or of its GPUs",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="print all figures as one JSON object"),
 ) -> None:
     """Shows a run, or a plan, in one HTML file that needs no network.
 
@@ -181,29 +287,21 @@ def report(
 
 @app.command(epilog="Example: distca explain 64,2x24 --gpus 2 --rank 1")
 def explain(
-    documents: Annotated[
-        str,
-        typer.Argument(metavar="LENGTHS", help="tokens of each document of the micro-batch, as in 2x32768,4096"),
-    ],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs (ranks) that hold the documents")] = 2,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="show only this rank, counted from 0; by default all")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="sliding window of the layer, in tokens; by default none")
-    ] = None,
-    chunked: Annotated[
-        bool,
-        typer.Option("--chunked", help="the window does not slide: documents are divided into chunks of its length"),
-    ] = False,
-    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the layer")] = 8,
-    head_groups: Annotated[
-        int, typer.Option(min=1, help="groups that the heads of very long documents may be divided into")
-    ] = 1,
-    chunks: Annotated[int, typer.Option(min=1, help="chunks of each exchange in the forward pass")] = 1,
-    refetch: Annotated[
-        bool, typer.Option("--refetch", help="send keys again in the backward pass instead of keeping them")
-    ] = False,
+    documents: str = typer.Argument(
+        ..., metavar="LENGTHS", help="tokens of each document of the micro-batch, as in 2x32768,4096"
+    ),
+    gpus: int = typer.Option(2, min=1, help="GPUs (ranks) that hold the documents"),
+    rank: int | None = typer.Option(None, min=0, help="show only this rank, counted from 0; by default all"),
+    window: int | None = typer.Option(None, min=1, help="sliding window of the layer, in tokens; by default none"),
+    chunked: bool = typer.Option(
+        False, "--chunked", help="the window does not slide: documents are divided into chunks of its length"
+    ),
+    kv_heads: int = typer.Option(8, min=1, help="KV heads of the layer"),
+    head_groups: int = typer.Option(1, min=1, help="groups that the heads of very long documents may be divided into"),
+    chunks: int = typer.Option(1, min=1, help="chunks of each exchange in the forward pass"),
+    refetch: bool = typer.Option(
+        False, "--refetch", help="send keys again in the backward pass instead of keeping them"
+    ),
 ) -> None:
     """Shows, step by step, what one layer's attention does on each rank for a micro-batch: which rows it sends and
     receives, and what it computes meanwhile."""
@@ -215,11 +313,52 @@ def explain(
     typer.echo(text)
 
 
+# Packages on which bugs have depended: packages that training imports, and packages with kernels.
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "trl", "peft", "deepspeed"),
+    *("liger-kernel", "flash-attn-4", "flash-attn", "ffpa-attn"),
+)
+
+
+def _print_environment(console: Console) -> None:
+    """Runs `distca env`: prints versions of packages, devices, and kernels in order of preference."""
+    import torch  # which `distca plan` does not need
+
+    from distca_hf.kernels.registry import KERNELS
+
+    console.print(f"distca_hf {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    versions = Table("package", "version")
+    for package in PACKAGES:
+        try:
+            versions.add_row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            versions.add_row(package, "-")
+    console.print(versions)
+    if not torch.cuda.is_available():
+        console.print(f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}")
+    else:
+        console.print(f"devices: {torch.cuda.device_count()} GPUs")
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            memory = f"{gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+            console.print(f"GPU {index}: {gpu.name}, {memory}")
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        console.print(f"CUDA {torch.version.cuda or '-'}, ROCm {torch.version.hip or '-'}, NCCL {nccl}")
+    kernels = Table(
+        "kernel", "runs on", "here", title="attention kernels, in order of preference", title_justify="left"
+    )
+    for kernel, entry in KERNELS.items():
+        device = entry.capabilities.device_type
+        there = "available" if device != "cuda" or torch.cuda.is_available() else "installed, needs a GPU"
+        kernels.add_row(kernel, device or "any device", entry.missing() or there)
+    console.print(kernels)
+
+
 @app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
     with _one_line_errors():
-        commands.print_environment(Console())
+        _print_environment(Console())
 
 
 def main() -> None:

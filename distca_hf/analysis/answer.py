@@ -8,26 +8,18 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, fit_lengths
-from distca_hf.analysis.first_step import StepReport
-from distca_hf.analysis.fit import Room, advice, check_tiles_and_host
-from distca_hf.analysis.memory import (
-    Checkpointing,
-    Memory,
-    Sharding,
-    check_checkpointing,
-    shardings,
-)
+from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, StepReport
+from distca_hf.analysis.fit import Room, advice
+from distca_hf.analysis.memory import Checkpointing, Memory, Sharding, shardings
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, find_profile
-from distca_hf.analysis.request import PlanRequest
+from distca_hf.analysis.request import PlanRequest, fit_lengths
 from distca_hf.analysis.simulate.costs import Costs, Tiles
-from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.request import Assumptions, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import ConfigError, PackingError
-from distca_hf.flops import H200_GIB
 from distca_hf.planning.plan import Plan
 
 
@@ -41,37 +33,20 @@ def steps_worth_it(size: int) -> int:
     return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
 
 
-@dataclass(frozen=True)
-class Assumptions:
-    """How the model is trained, and on which GPUs.
+# Fields of assumptions that come first in JSON.
+FIRST_ASSUMPTIONS = ("checkpointing", "liger", "gpu_gib", "seed", "cluster")
 
-    Attributes:
-        checkpointing: whether layers keep all activations ("none"), their inputs ("recomputed"), or inputs and outputs
-            of attention ("saved").
-        liger: whether Liger's kernels and its fused loss are used.
-        cluster: name or file of the profile with the measured times.
-        mlp_tokens, attention_kv_heads, state_on_host: see `memory.TrainingSetup`.
-        host_gib: see `fit.Room`.
 
-    Raises:
-        ConfigError: a value is not one of the allowed ones.
-    """
+@dataclass(frozen=True, kw_only=True)
+class PlanAssumptions(Assumptions):
+    """How the model is trained; and `cluster`, the name or file of the profile with the measured times."""
 
-    checkpointing: Checkpointing = "saved"
-    liger: bool = False
-    gpu_gib: float = H200_GIB
-    seed: int = 0
     cluster: str = DEFAULT_PROFILE
-    mlp_tokens: int = 0
-    attention_kv_heads: int = 0
-    state_on_host: bool = False
-    host_gib: float | None = None
 
     def __post_init__(self) -> None:
-        check_checkpointing(self.checkpointing)
-        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
         if not 0 < self.gpu_gib < 10_000:
             raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0 and below 10000")
+        super().__post_init__()
 
     def simulation(self, request: PlanRequest) -> SimulationRequest:
         """Returns the request to `distca simulate` for the same training, with as many steps as are worth it."""
@@ -125,7 +100,6 @@ class Estimates:
         return {"attention": attention.tolist(), "rest": rest.tolist()}
 
     def as_json(self) -> dict[str, object]:
-        """Returns all figures by their names."""
         return {
             "attention_share": self.ours.attention_share,
             "over_plain": self.ours.times_as_fast,
@@ -145,16 +119,13 @@ class Estimates:
 def make_estimates(
     request: PlanRequest,
     document_tokens: IntArray,
-    assumptions: Assumptions,
+    assumptions: PlanAssumptions,
     given: Sequence[IntArray] = (),
     compare: bool = False,
 ) -> Estimates | None:
-    """Returns estimates for a training; None if the model's size is not known.
-
-    Args:
-        document_tokens: `[documents]` lengths of the dataset, none too long.
-        given: lengths of each micro-batch of the one step to simulate; the first epoch's by default.
-    """
+    """Returns estimates for a training; None if the model's size is not known. `document_tokens`: `[documents]`
+    lengths of the dataset, none too long. `given`: lengths of each micro-batch of the one step to simulate; the first
+    epoch's by default."""
     if request.model.size is None:
         return None
     simulated, profile = (
@@ -179,11 +150,8 @@ def make_estimates(
 def memory_by_sharding(
     request: SimulationRequest, tokens: int, received_bytes: int, state_bytes: int = 0
 ) -> dict[Sharding, Memory]:
-    """Returns the memory of a rank with this many tokens, for each way to shard weights.
-
-    Args:
-        received_bytes, state_bytes: bytes that a rank receives in the forward pass of a layer, and of a mixer.
-    """
+    """Returns the memory of a rank with this many tokens, for each way to shard weights. `received_bytes`,
+    `state_bytes`: bytes that a rank receives in the forward pass of a layer, and of a mixer."""
     return {
         sharding: request.rank_load(tokens, received_bytes, state_bytes=state_bytes).memory(request.setup(sharding))
         for sharding in shardings(request.accumulation, request.model.whole_documents, request.state_on_host)
@@ -229,7 +197,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Spread":
-        """Returns the spread of `[micro_batches]` values."""
         return cls(float(values.mean()), float(np.percentile(values, 95)), float(values.max()))
 
 
@@ -255,7 +222,6 @@ class EpochFigures:
 
     @classmethod
     def of(cls, plans: EpochPlans, document_tokens: IntArray) -> "EpochFigures":
-        """Returns the figures of the plans of an epoch with `[documents]` lengths."""
         return cls(
             documents=len(document_tokens),
             tokens=int(document_tokens.sum()),
@@ -275,20 +241,17 @@ class PlanAnswer:
     Attributes:
         step: the first optimizer step, planned in full.
         epoch: balance of all micro-batches of the epoch.
-        imbalance_before: `[micro_batches]` float64 max/mean work of documents in order, for the picture.
         estimates: None if the model's size is not known.
         choices: other numbers of tokens per rank; none for documents that were given as a batch, and for a pipeline.
     """
 
     step: StepReport
     epoch: EpochFigures
-    imbalance_before: np.ndarray
-    assumptions: Assumptions
+    assumptions: PlanAssumptions
     estimates: Estimates | None
     choices: Sequence[Choice]
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON object of the first step, with `whole_epoch`, `estimates`, `choices` and `pipeline`."""
         estimates, pipeline = None, self.step.request.pipeline
         if self.estimates is not None:
             estimates = {
@@ -296,7 +259,7 @@ class PlanAnswer:
                 "rank_seconds": [
                     self.estimates.rank_seconds(plan, self.assumptions.checkpointing) for plan in self.step.plans
                 ],
-                "assumptions": asdict(self.assumptions),
+                "assumptions": {**dict.fromkeys(FIRST_ASSUMPTIONS), **asdict(self.assumptions)},
             }
         return {
             **self.step.as_json(),
@@ -312,21 +275,16 @@ def make_answer(
     plans: EpochPlans,
     packed: PackedEpoch,
     given_tokens: IntArray,
-    assumptions: Assumptions,
+    assumptions: PlanAssumptions,
     compare: bool = False,
 ) -> PlanAnswer:
-    """Collects all results.
-
-    Args:
-        given_tokens: `[documents]` lengths before any were cut.
-    """
+    """Collects all results. `given_tokens`: `[documents]` lengths before any were cut."""
     request = step.request
     given = () if packed.origin is not None else packed.first_step(request.micro_steps)
     estimates = make_estimates(request, packed.document_tokens, assumptions, given, compare)
     return PlanAnswer(
         step=step,
         epoch=EpochFigures.of(plans, packed.document_tokens),
-        imbalance_before=plans.imbalance_before,
         assumptions=assumptions,
         estimates=estimates,
         choices=_choices(step, plans, given_tokens, assumptions, estimates),
@@ -334,7 +292,11 @@ def make_answer(
 
 
 def _choices(
-    step: StepReport, plans: EpochPlans, given_tokens: IntArray, assumptions: Assumptions, estimates: Estimates | None
+    step: StepReport,
+    plans: EpochPlans,
+    given_tokens: IntArray,
+    assumptions: PlanAssumptions,
+    estimates: Estimates | None,
 ) -> list[Choice]:
     """Returns all choices, ordered by tokens per rank; none for documents that were given as a batch, and for a
     pipeline."""
@@ -343,7 +305,6 @@ def _choices(
         return []
 
     def choice(tokens_per_rank: int) -> Choice:
-        """Returns the choice of a number of tokens per rank; for the requested one, with the estimates."""
         other = replace(request, tokens_per_rank=tokens_per_rank, bytes_limit=None)
         of_choice = estimates
         if tokens_per_rank != request.tokens_per_rank:

@@ -1,4 +1,4 @@
-"""Command `distca plan`: from a file of lengths to text, picture or JSON, with progress on stderr.
+"""Command `distca plan`: from a file of lengths to text or JSON, with progress on stderr.
 
 Text is readable from 40 columns on. Sentences come first, then tables of the epoch, estimates, choices and the first
 step, then a bar for each rank.
@@ -6,149 +6,42 @@ step, then a bar for each rank.
 
 import gc
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from distca_hf.analysis.answer import Assumptions, Choice, EpochFigures, Estimates, PlanAnswer, make_answer
-from distca_hf.analysis.epoch import divide_batch, pack_epoch, plan_epoch
+from distca_hf.analysis import tables
+from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswer, PlanAssumptions, make_answer
+from distca_hf.analysis.epoch import StepReport, divide_batch, make_report, pack_epoch, plan_epoch
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.first_step import StepReport, make_report
 from distca_hf.analysis.groups import UNSHARED
-from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing
+from distca_hf.analysis.memory import USABLE_SHARE
 from distca_hf.analysis.options import PlanOptions
-from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.request import PlanRequest, pipeline_of
-from distca_hf.analysis.tables import (
-    CHECKPOINTING,
-    PART_NAMES,
-    PlanProgress,
-    Terminal,
-    accumulation,
-    block,
-    counted,
-    in_bytes,
-    in_gib,
-    in_range,
-    in_tiles,
-    memory_table,
-    of_host,
-    plain_table,
-    print_blocks,
-    print_json,
-    ways_table,
-)
+from distca_hf.analysis.simulate.request import assumed
+from distca_hf.analysis.tables import counted, in_gib
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.config import OverlongPolicy
-from distca_hf.errors import ConfigError
-from distca_hf.whole_file import replaced
 
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from distca_hf.analysis.answer import PlanAnswer
 
 
-def check_can_draw(path: Path) -> None:
-    """Checks that a picture can be drawn into a file, before anything is planned.
-
-    Raises:
-        ConfigError: matplotlib is missing, it does not support the format, or the folder does not exist.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'distca_hf[report]'") from error
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise ConfigError(f"--plot {path} must end in one of {', '.join(f'.{name}' for name in sorted(formats))}")
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigError(f"--plot {path} is a folder, or in a folder that does not exist")
-
-
-def draw_answer(answer: "PlanAnswer", path: Path) -> None:
-    """Draws an answer into a file, which appears when it is complete.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    figure = figure_of(answer)
-    try:
-        with replaced(path, named=True) as unfinished:
-            figure.savefig(unfinished, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from error
-
-
-def figure_of(answer: "PlanAnswer") -> "Figure":
-    """Returns a figure of three panels.
-
-    Two show the work of every rank over the mean in the first optimizer step, before and after. The third is a
-    histogram of the imbalance of all micro-batches in order.
-    """
-    from matplotlib.figure import Figure
-
-    report = answer.step
-    request, num_ranks = report.request, report.request.num_ranks
-    before, after = report.imbalance_before, report.figures.imbalance
-    figure = Figure(figsize=(min(16.0, 6.0 + 0.1 * num_ranks), 7.5), layout="constrained")
-    in_order, planned, epoch = figure.subplots(3, 1)
-    planned.sharex(in_order)
-    planned.sharey(in_order)
-    for panel, title, work in (
-        (in_order, f"documents in order: the busiest rank has {before:.2f} times the mean", report.work_before),
-        (planned, f"{request.layout} by distca: {after:.3f} times the mean", report.work),
-    ):
-        panel.bar(range(num_ranks), work * (num_ranks / max(1, int(work.sum()))), width=0.9)
-        panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set_title(title, loc="left", fontsize="medium")
-        panel.set_ylabel("work / mean")
-        panel.set_xlabel("rank")
-        panel.margins(x=0.01)
-    epoch.hist(answer.imbalance_before, bins=40)
-    spread = answer.epoch.imbalance_before
-    epoch.set_title(f"all {answer.epoch.micro_batches:,} micro-batches in order", loc="left", fontsize="medium")
-    epoch.set_xlabel(f"busiest rank / mean; {spread.mean:.2f} on average, {spread.worst:.2f} at most")
-    epoch.set_ylabel("micro-batches")
-    figure.suptitle(
-        f"Attention work: {before:.2f} times the mean on the busiest of {num_ranks} ranks, then {after:.2f} times\n"
-        f"{request.model.name}, {num_ranks} ranks x {request.tokens_per_rank:,} tokens, first optimizer step",
-        x=0.01,
-        ha="left",
-    )
-    return figure
-
-
 def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
-    """Runs `distca plan`. Prints output at the very end: nothing is printed before an error.
-
-    Raises:
-        ConfigError: an option, the model, or the picture's path is wrong.
-        PackingError: lengths cannot be read, or do not fit.
-    """
-    if options.seed < 0:
-        raise ConfigError(f"--seed {options.seed} must be at least 0")
+    """Runs `distca plan`. Prints output at the very end: nothing is printed before an error."""
     shape = find_model(options.model)
     policy = cast(OverlongPolicy, options.overlong)  # the request refuses any other
     stages = pipeline_of(options.pipeline, options.chunks)
     world = options.gpus, tokens_per_rank, options.ranks_per_node, options.micro_steps
     request = PlanRequest(*world, shape, options.layout, policy, options.bytes_limit, stages)
-    kept = cast(Checkpointing, options.checkpointing)  # likewise
-    gpu_gib = gpu_gib_of(find_profile(options.cluster), options.gpu_gib)
-    on_host = options.mlp_tokens, options.attention_kv_heads, options.offload_params, options.host_gib
-    assumptions = Assumptions(kept, options.liger, gpu_gib, options.seed, options.cluster, *on_host)
+    assumptions = PlanAssumptions(cluster=options.cluster, **assumed(options, find_profile(options.cluster)))
     if shape.size is not None:
         assumptions.simulation(request)  # refuses what cannot be simulated before anything is read
-    if options.plot is not None:
-        check_can_draw(options.plot)
-    progress = PlanProgress()
+    progress = tables.PlanProgress()
     with progress.shown():
         documents = progress.read_lengths(options.lengths)
         with progress.stage(f"packing {len(documents.tokens):,} documents"):
@@ -165,13 +58,13 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         )
         with progress.stage("other numbers of tokens per rank" if stages is None else "simulating the pipeline"):
             answer = make_answer(step, plans, packed, documents.tokens, assumptions, options.compare)
-    if options.plot is not None:
-        draw_answer(answer, options.plot)
     groups = documents.groups
     if options.as_json:
-        print_json({**answer.as_json(), "shared_prefixes": None if groups is None else groups.as_json(UNSHARED)})
+        tables.print_json(
+            {**answer.as_json(), "shared_prefixes": None if groups is None else groups.as_json(UNSHARED)}
+        )
     else:
-        print_answer(answer, Terminal(), "" if groups is None else groups.in_words(UNSHARED))
+        print_answer(answer, tables.Terminal(), "" if groups is None else groups.in_words(UNSHARED))
 
 
 # Maximum number of bars. With more ranks, several share a bar, which shows the heaviest of them.
@@ -210,11 +103,10 @@ def print_answer(answer: PlanAnswer, console: Console, remark: str = "") -> None
         blocks.append(_choices(answer.choices, console.width >= CHOICES_COLUMNS))
     blocks.append(_figures(answer.step))
     blocks.append(_bars(answer.step, console))
-    print_blocks(console, blocks)
+    tables.print_blocks(console, blocks)
 
 
 def _world(answer: PlanAnswer) -> str:
-    """Returns sentences about the documents, the ranks, the model and the way of planning."""
     step, epoch = answer.step, answer.epoch
     request = step.request
     steps = f" x {request.micro_steps} micro-steps" if request.micro_steps > 1 else ""
@@ -258,8 +150,7 @@ def in_short(answer: PlanAnswer) -> str:
 
 
 def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
-    """Returns the table of the spread of imbalance, before and after."""
-    table = plain_table("in order", layout)
+    table = tables.plain_table("in order", layout)
     before, after = epoch.imbalance_before, epoch.imbalance
     for name, old, new in (
         ("mean over the epoch", before.mean, after.mean),
@@ -268,24 +159,23 @@ def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
     ):
         table.add_row(name, f"{old:.3f}", f"{new:.4f}")
     table.add_row("micro-batches counted", f"{epoch.micro_batches:,}", f"{epoch.planned_micro_batches:,}")
-    return block("attention of the busiest rank / mean of all", table)
+    return tables.block("attention of the busiest rank / mean of all", table)
 
 
 def _figures(report: StepReport) -> RenderableType:
-    """Returns the table of figures of the first optimizer step."""
-    table = plain_table("")
+    table = tables.plain_table("")
     figures = report.figures
-    states = "unknown" if figures.state_bytes_max_rank is None else in_bytes(figures.state_bytes_max_rank)
+    states = "unknown" if figures.state_bytes_max_rank is None else tables.in_bytes(figures.state_bytes_max_rank)
     for name, value in (
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
         ("longest document", f"{report.longest_document_tokens:,} tokens"),
         ("imbalance, documents in order", f"{report.imbalance_before:.3f}"),
         ("imbalance, planned", f"{figures.imbalance:.4f}"),
-        ("tokens per rank", in_range(figures.tokens_min, figures.tokens_max)),
-        ("bytes per layer, forward: total", in_bytes(figures.bytes_total)),
-        ("  largest rank", in_bytes(figures.bytes_max_rank)),
-        ("  largest rank, between nodes", in_bytes(figures.bytes_internode_max)),
+        ("tokens per rank", tables.in_range(figures.tokens_min, figures.tokens_max)),
+        ("bytes per layer, forward: total", tables.in_bytes(figures.bytes_total)),
+        ("  largest rank", tables.in_bytes(figures.bytes_max_rank)),
+        ("  largest rank, between nodes", tables.in_bytes(figures.bytes_internode_max)),
         *([("  of states, per mixer: largest rank", states)] if report.request.model.mixer_layers else []),
         ("documents that are cut", f"{report.cut_documents:,}, into {counted(report.shards, 'task')}"),
         ("planning time", f"{1e3 * report.planning_seconds:.1f} ms"),
@@ -296,11 +186,10 @@ def _figures(report: StepReport) -> RenderableType:
     if origin is not None:
         batches = counted(origin.epoch_micro_batches, "micro-batch")
         title = f"the first{f' {steps}' if steps > 1 else ''} of {batches} of epoch {origin.epoch}, seed {origin.seed}"
-    return block(title, table)
+    return tables.block(title, table)
 
 
 def _bars(report: StepReport, console: Console) -> RenderableType:
-    """Returns bars of the ranks' work over the mean, before and after."""
     unicode = console.encoding.lower().startswith("utf")
     characters = min(MOST_BAR_CHARACTERS, max(FEWEST_BAR_CHARACTERS, (console.width - COLUMNS_BESIDE_BARS) // 2))
     num_ranks = report.request.num_ranks
@@ -319,7 +208,7 @@ def _bars(report: StepReport, console: Console) -> RenderableType:
         old_bar, new_bar = (_bar(work / longest * characters, unicode) for work in (old, new))
         table.add_row(ranks, f"{old:.2f}", old_bar, f"{new:.2f}", new_bar)
     notes = [f"each bar: the heaviest of {each} ranks"] if each > 1 else []
-    return block("work of each rank / mean", table, *notes)
+    return tables.block("work of each rank / mean", table, *notes)
 
 
 def _heaviest(work: IntArray, each: int) -> Iterator[float]:
@@ -341,7 +230,7 @@ def _estimates(answer: PlanAnswer, estimates: Estimates) -> list[RenderableType]
     """Returns the tables of speed, of all ways to train if they were asked for, and of GiB per rank."""
     request, assumed = answer.step.request, answer.assumptions
     without = "" if request.pipeline is None else f" without a pipeline, on {request.num_gpus:,} GPUs"
-    table = plain_table("")
+    table = tables.plain_table("")
     table.add_row("attention's share of a step", f"{estimates.ours.attention_share:.0%}".replace("%", " %"))
     table.add_row("speed over plain packing", f"{estimates.ours.times_as_fast:.2f} x")
     table.add_row("speed over sorted packs", f"{estimates.over_sorted:.2f} x")
@@ -351,31 +240,30 @@ def _estimates(answer: PlanAnswer, estimates: Estimates) -> list[RenderableType]
         f"{profile.made.device} (--cluster {profile.source}). Packs are made as by TRL (bfd): documents longer than a "
         "pack are cut, and attention across cuts is left out. Sorted packs: equally heavy ones run at the same time."
     )
-    blocks = [block(f"speed, simulated{without}", table, words)]
+    blocks = [tables.block(f"speed, simulated{without}", table, words)]
     if len(estimates.simulated.ways) > WAYS_OF_SPEED:
-        blocks.append(block("ways to train, simulated", ways_table(estimates.simulated), WAYS_NOTE))
-    tiles = in_tiles(assumed.mlp_tokens, assumed.attention_kv_heads)
+        blocks.append(tables.block("ways to train, simulated", tables.ways_table(estimates.simulated), WAYS_NOTE))
+    tiles = tables.in_tiles(assumed.mlp_tokens, assumed.attention_kv_heads)
     words = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(request.num_gpus, 'rank')}; bf16; "
-        f"{CHECKPOINTING[assumed.checkpointing]} (--checkpointing); {'with' if assumed.liger else 'without'} Liger's "
-        f"kernels and loss (--liger); {tiles}{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may "
+        f"{tables.CHECKPOINTING[assumed.checkpointing]} (--checkpointing); {'with' if assumed.liger else 'without'} "
+        f"Liger's kernels and loss (--liger); {tiles}{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may "
         "be used (--gpu-gib)."
     ).replace("%", " %")
-    words += of_host(estimates.memory, assumed.state_on_host)
+    words += tables.of_host(estimates.memory, assumed.state_on_host)
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:
         words += " Most of it may be logits; with use_liger_kernel=True (--liger) they take no memory."
     size = request.model.size
     if size is not None:
-        words += accumulation(size.parameters, request.num_gpus, estimates.simulated.accumulation)
-    table = memory_table(estimates.memory, PART_NAMES, estimates.room, request.num_gpus)
+        words += tables.accumulation(size.parameters, request.num_gpus, estimates.simulated.accumulation)
+    table = tables.memory_table(estimates.memory, tables.PART_NAMES, estimates.room, request.num_gpus)
     unfit = [f"Does not fit: {estimates.advice}."] if estimates.advice else []
-    return [*blocks, block(f"GiB per GPU, estimated{without}", table, words, *unfit)]
+    return [*blocks, tables.block(f"GiB per GPU, estimated{without}", table, words, *unfit)]
 
 
 def _choices(choices: Sequence[Choice], wide: bool) -> RenderableType:
-    """Returns the table of choices, a row for each; a narrow terminal shows fewer figures."""
-    table = plain_table("GiB", "fits", "speed", *["longest"] * wide, "too long")
+    table = tables.plain_table("GiB", "fits", "speed", *["longest"] * wide, "too long")
     for choice in choices:
         needed, faster, too_long = choice.memory_bytes, choice.over_plain, choice.too_long_documents
         table.add_row(
@@ -392,4 +280,4 @@ def _choices(choices: Sequence[Choice], wide: bool) -> RenderableType:
         + "Too long: how many of your documents are longer; training refuses them, unless --overlong says to cut "
         "them."
     )
-    return block("tokens per rank", table, words)
+    return tables.block("tokens per rank", table, words)

@@ -64,7 +64,6 @@ class LayerSize:
         return heads_of_tiles(heads, tile_heads if self.tiles_heads else 0)
 
     def heads_share(self, tile_heads: int) -> float:
-        """Returns the share of the heads in the largest tile."""
         tiles = self.kv_heads_of_tiles(tile_heads)
         return max(tiles, default=0) / max(1, sum(tiles)) or 1.0
 
@@ -92,12 +91,8 @@ class LayerSize:
         mlp_share: float = 1.0,
         heads_share: float = 1.0,
     ) -> float:
-        """Returns bytes of a token that a checkpointed layer holds while its backward runs.
-
-        Args:
-            mlp_share: share of the tokens on which the MLP runs at a time.
-            heads_share: share of the heads on which attention runs at a time.
-        """
+        """Returns bytes of a token that a checkpointed layer holds while its backward runs. `mlp_share`: share of the
+        tokens on which the MLP runs at a time. `heads_share`: share of the heads on which attention runs at a time."""
         of_mlp = mlp_share * self.mlp_bytes(liger, tensor_ranks)
         return max(
             self.saved_bytes(hidden_size, saved, liger, tensor_ranks, heads_share) + of_mlp,
@@ -105,7 +100,6 @@ class LayerSize:
         )
 
     def mlp_bytes(self, liger: bool, tensor_ranks: int = 1) -> float:
-        """Returns bytes of a token inside the MLP while its backward runs."""
         return (LIGER_MLP_BYTES if liger else MLP_BYTES) * self.mlp_size / tensor_ranks
 
     def saved_bytes(
@@ -154,7 +148,6 @@ class LayerSize:
 
     @property
     def _attended_numbers(self) -> int:
-        """Numbers of a token's queries, keys and values."""
         if self.heads is None:
             return 0
         keys = self.heads.key_value * (self.heads.dim + self.heads.value_dim)
@@ -207,22 +200,18 @@ class DecoderSize:
 
     @property
     def tiles_mlps(self) -> bool:
-        """Whether any layer's MLP can run on some tokens at a time."""
         return any(layer.tiles_mlp for layer in self.layers)
 
     @property
     def tiles_heads(self) -> bool:
-        """Whether any layer's attention can run on some heads at a time."""
         return any(len(layer.kv_heads_of_tiles(1)) > 1 for layer in self.layers)
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the last matrix product."""
         return self.vocabulary * self.hidden_size
 
     @property
     def num_layers(self) -> int:
-        """Layers of all kinds."""
         return sum(layer.count for layer in self.layers)
 
     def matrices(self) -> Iterator[int]:

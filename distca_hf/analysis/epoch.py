@@ -1,4 +1,5 @@
-"""Epoch: micro-batches, packed from lengths as training packs them, and the balance of each.
+"""Epoch: micro-batches, packed from lengths as training packs them, the balance of each, and the first optimizer step
+in full.
 
 Training packs all documents into the micro-batches of an epoch, in an order that follows from the seed. The first
 optimizer step takes the first of them, one for each micro-step.
@@ -7,19 +8,25 @@ Balance of documents in order is computed for all micro-batches. Plans are made 
 the epoch: for all if they are few, otherwise for as many as take about a second.
 """
 
+import hashlib
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
 
 import numpy as np
 
-from distca_hf.analysis.request import PlanRequest, plan_micro_steps
+from distca_hf.analysis.models import ModelShape
+from distca_hf.analysis.request import PlanRequest, epoch_of, fit_lengths, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.accumulation import group_documents
-from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import Epoch, EpochPacker
-from distca_hf.errors import PackingError, and_more
-from distca_hf.planning.transfers import received_bytes
+from distca_hf.errors import PackingError, PlanError
+from distca_hf.layout import Topology
+from distca_hf.placement.place import work_in_order
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.transfers import bytes_between, received_bytes
 
 
 # Maximum of ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
@@ -30,11 +37,8 @@ Track = Callable[[Sequence[int]], Iterable[int]]  # yields the given items, and 
 
 @dataclass(frozen=True)
 class Origin:
-    """Place of an optimizer step in training: the first one of this epoch.
-
-    Attributes:
-        seed: seed of the order of documents, together with the epoch's number.
-    """
+    """Place of an optimizer step in training: the first one of this epoch. The seed and the epoch's number decide the
+    order of documents."""
 
     seed: int
     epoch: int
@@ -43,12 +47,8 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class PackedEpoch:
-    """Micro-batches of an epoch.
-
-    Attributes:
-        document_tokens: `[documents]` lengths, after overlong documents were cut.
-        origin: place in training; None if the documents were given as a batch.
-    """
+    """Micro-batches of an epoch. `document_tokens`: `[documents]` lengths, after overlong documents were cut.
+    `origin`: place in training; None if the documents were given as a batch."""
 
     document_tokens: IntArray
     epoch: Epoch
@@ -57,21 +57,14 @@ class PackedEpoch:
     @classmethod
     def of_batches(cls, micro_batches: Sequence[IntArray]) -> "PackedEpoch":
         """Returns an epoch of one optimizer step, from `[documents]` lengths of each of its micro-batches."""
-        lengths = np.concatenate(micro_batches)
-        ends = np.cumsum([0] + [len(batch) for batch in micro_batches])
-        return cls(lengths, Epoch(np.arange(len(lengths)), ends), None)
+        return cls(np.concatenate(micro_batches), epoch_of(micro_batches), None)
 
     def first_step(self, micro_steps: int) -> list[IntArray]:
-        """Returns `[documents]` lengths of each micro-batch of the first optimizer step, in the order of packing."""
         return [self.document_tokens[self.epoch.micro_batch(number)] for number in range(micro_steps)]
 
 
 def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> PackedEpoch:
-    """Packs the first epoch of a training on these documents.
-
-    Raises:
-        PackingError: a document is longer than a micro-batch, or the epoch has fewer micro-batches than a step.
-    """
+    """Packs the first epoch of a training on these documents."""
     document_tokens = fit_lengths(document_tokens, request)
     whole_steps = 1 if request.pipeline is None else request.micro_steps
     fits = request.planner.fits
@@ -89,9 +82,6 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> PackedEpoch
     """Divides all documents, in order, among the micro-steps with nearly equal tokens.
 
     If that gives a micro-step more tokens than it holds, documents are grouped as training groups them.
-
-    Raises:
-        PackingError: the documents do not fit.
     """
     document_tokens = fit_lengths(document_tokens, request)
     total_tokens, steps = int(document_tokens.sum()), request.micro_steps
@@ -108,38 +98,6 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> PackedEpoch
         groups = group_documents(document_tokens, steps, request.capacity_tokens)
         micro_batches = [document_tokens[group.documents] for group in groups]
     return PackedEpoch.of_batches(micro_batches)
-
-
-def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
-    """Returns lengths after the policy for documents that are longer than a micro-batch, or, if documents stay whole,
-    than a rank holds.
-
-    Raises:
-        PackingError: there are such documents, and the policy refuses them; or documents are longer than the model
-            takes.
-    """
-    longest, most_tokens, model = int(document_tokens.max()), request.planner.longest_tokens, request.model
-    if request.overlong == "error" and longest > most_tokens:
-        others = int((document_tokens > most_tokens).sum()) - 1
-        if model.whole_documents:
-            where = f"one rank, where documents of {model.name} stay whole: it holds {most_tokens} tokens"
-            remedy = f"{longest} tokens per rank would hold it"
-        else:
-            where = f"{request.num_ranks} ranks x {request.tokens_per_rank} tokens = {most_tokens}"
-            tokens, ranks = ceil_div(longest, request.num_ranks), ceil_div(longest, request.tokens_per_rank)
-            remedy = f"{tokens} tokens per rank or {ranks} ranks would hold it"
-        raise PackingError(
-            f"a document of {longest} tokens{and_more(others)} does not fit on {where}; {remedy}, or --overlong split "
-            "or truncate cuts it"
-        )
-    document_tokens = fit_documents(document_tokens, most_tokens, request.overlong)[2]
-    longest, limit = int(document_tokens.max()), model.longest_document_tokens
-    if limit is not None and longest > limit:
-        raise PackingError(
-            f"a document of {longest} tokens is longer than the {limit} that {model.name} takes (`distca check` says "
-            "why); split documents before, or remove longer ones"
-        )
-    return document_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +131,7 @@ class EpochPlans:
 
 
 def _ratios(largest: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Divides `[micro_batches]` largest work by the mean; 1.0 for micro-batches without documents, as in `cost`."""
+    """Divides largest work by the mean; 1.0 for micro-batches without documents, as in `cost`."""
     return np.divide(largest, mean, out=np.ones(len(mean)), where=mean > 0)
 
 
@@ -202,13 +160,9 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> tu
 
 
 def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, track: Track = iter) -> EpochPlans:
-    """Plans optimizer steps that are spread evenly over the epoch.
-
-    Args:
-        request: ranks, model and layout; its limit of bytes is ignored.
-        document_tokens: `[documents]` lengths of the whole dataset.
-        epoch: its micro-batches, at least as many as an optimizer step has.
-    """
+    """Plans optimizer steps that are spread evenly over the epoch. `request`: ranks, model and layout; its limit of
+    bytes is ignored. `document_tokens`: `[documents]` lengths of the whole dataset. `epoch`: its micro-batches, at
+    least as many as an optimizer step has."""
     # 1. Steps that are planned.
     request, micro_steps = replace(request, bytes_limit=None), request.micro_steps
     steps = epoch.num_micro_batches // micro_steps
@@ -228,3 +182,197 @@ def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, tr
         work=np.array(work),
         received_bytes=np.array(received, dtype=np.int64),
     )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Balance and bytes of all micro-steps of an optimizer step together.
+
+    Attributes:
+        tokens_min, tokens_max: tokens of the emptiest and the fullest rank in any micro-step.
+        imbalance: max/mean work, 1.0 is perfect. For several micro-steps it is the sum of the heaviest ranks over the
+            sum of the means.
+        bytes_total: bytes between ranks in the forward pass of one layer.
+        bytes_max_rank: the most of these bytes that one rank sends or receives; summed over micro-steps.
+        bytes_internode_max: the same for bytes between nodes.
+        state_bytes_max_rank: the most bytes that one rank sends or receives in the forward pass of one mixer; summed
+            over micro-steps. None if sizes of states are not known.
+    """
+
+    tokens_min: int
+    tokens_max: int
+    imbalance: float
+    bytes_total: int
+    bytes_max_rank: int
+    bytes_internode_max: int
+    state_bytes_max_rank: int | None = 0
+
+
+def figures_of(micro_steps: Sequence["PlannedMicroBatch"], topology: Topology) -> Figures:
+    """Returns the figures of the micro-steps of one optimizer step."""
+    # In pairs, exactly: micro-steps of one plan may divide heads into other numbers of parts.
+    total_pairs = sum(Fraction(int(step.work.sum()), step.head_parts) for step in micro_steps)
+    heaviest_pairs = sum(Fraction(int(step.work.max()), step.head_parts) for step in micro_steps)
+    crosses = topology.node_of[:, None] != topology.node_of[None, :]
+    state_bytes = [step.state_bytes for step in micro_steps if step.state_bytes is not None]
+    return Figures(
+        tokens_min=min(int(step.tokens.min()) for step in micro_steps),
+        tokens_max=max(int(step.tokens.max()) for step in micro_steps),
+        imbalance=float(heaviest_pairs * topology.num_ranks / total_pairs) if total_pairs else 1.0,
+        bytes_total=sum(int(step.bytes_between.sum()) for step in micro_steps),
+        bytes_max_rank=sum(largest_rank_bytes(step.bytes_between) for step in micro_steps),
+        bytes_internode_max=sum(largest_rank_bytes(step.bytes_between * crosses) for step in micro_steps),
+        state_bytes_max_rank=sum(state_bytes) if len(state_bytes) == len(micro_steps) else None,
+    )
+
+
+def largest_rank_bytes(bytes_between: np.ndarray) -> int:
+    """Returns the most bytes that any rank sends or receives."""
+    return int(max(bytes_between.sum(axis=1).max(), bytes_between.sum(axis=0).max()))
+
+
+@dataclass(frozen=True, eq=False)
+class StepReport:
+    """A planned optimizer step.
+
+    Attributes:
+        origin: place of the step in training; None if the documents were given as a batch.
+        cut_documents: number of documents with more than one task.
+        imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
+        fingerprint: equal for equal plans.
+        work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
+            model.
+        micro_batches: the ranks in every micro-step.
+    """
+
+    request: PlanRequest
+    source: str
+    origin: Origin | None
+    documents: int
+    tokens: int
+    longest_document_tokens: int
+    cut_documents: int
+    shards: int
+    imbalance_before: float
+    figures: Figures
+    planning_seconds: float
+    fingerprint: str
+    work_before: IntArray
+    work: IntArray
+    micro_batches: Sequence["PlannedMicroBatch"]
+    plans: Sequence[Plan]
+
+    def as_json(self) -> dict[str, object]:
+        request, model = self.request, self.request.model
+        of_documents = ("documents", "tokens", "longest_document_tokens", "imbalance_before")
+        of_plans = ("planning_seconds", "fingerprint", "cut_documents", "shards")
+        return {
+            "model": model.name,
+            "other_layers": model.other_layers,
+            "limits": list(model.limits),
+            "layout": request.layout,
+            "source": self.source,
+            **{field.name: getattr(self.origin, field.name, None) for field in fields(Origin)},
+            "ranks": request.num_ranks,
+            **{name: getattr(request, name) for name in ("tokens_per_rank", "ranks_per_node", "micro_steps")},
+            **{name: getattr(self, name) for name in of_documents},
+            **asdict(self.figures),
+            **{name: getattr(self, name) for name in of_plans},
+            "micro_batches": [planned.as_json() for planned in self.micro_batches],
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedMicroBatch:
+    """The ranks in one micro-step.
+
+    Attributes:
+        document_tokens: `[documents]` lengths, in the order of the micro-step.
+        work: `[ranks]` attended pairs that each rank computes, times `head_parts`.
+        tokens: `[ranks]` tokens that each rank holds.
+        bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; 0 to the same rank. Queries
+            and outputs of tasks that move are sent once, keys and values once per document and server.
+        head_parts: parts into which heads are divided, of which a rank may compute some; 1 if it computes all heads.
+        state_bytes: most bytes that one rank sends or receives in the forward pass of one mixer; None if sizes of
+            states are not known.
+    """
+
+    document_tokens: IntArray
+    work: IntArray
+    tokens: IntArray
+    bytes_between: IntArray
+    head_parts: int = 1
+    state_bytes: int | None = 0
+
+    @classmethod
+    def of(cls, plan: Plan, model: ModelShape) -> "PlannedMicroBatch":
+        layout, sent = plan.layout, bytes_between(plan, model.token_bytes)
+        states = None if model.has_unknown_states else 0
+        if model.state_size is not None:
+            states = model.state_size.most_bytes(layout)
+        return cls(layout.document_tokens, plan.work, layout.rank_tokens, sent, plan.tasks.head_groups, states)
+
+    def as_json(self) -> dict[str, object]:
+        """Returns one object. Work is attended pairs: of the same documents in order, and as planned. Bytes are
+        (source, destination, bytes) of one layer's forward pass."""
+        sent = self.bytes_between
+        source, destination = np.nonzero(sent)
+        return {
+            "documents": len(self.document_tokens),
+            "longest_document_tokens": int(self.document_tokens.max(initial=0)),
+            "rank_work_before": work_in_order(self.document_tokens, len(self.work)).tolist(),
+            "rank_work": (self.work / self.head_parts).tolist(),
+            "rank_tokens": self.tokens.tolist(),
+            "bytes_between": np.stack([source, destination, sent[source, destination]], axis=1).tolist(),
+        }
+
+
+def make_report(request: PlanRequest, packed: PackedEpoch, source: str = "lengths") -> StepReport:
+    """Plans the first optimizer step of an epoch, and counts work and bytes."""
+    # 1. Plans. Only these are timed.
+    batches = packed.first_step(request.micro_steps)
+    began = time.perf_counter()
+    plans = plan_micro_steps(request, batches)
+    planning_seconds = time.perf_counter() - began
+    for plan in plans:
+        plan.validate()
+    planned = [PlannedMicroBatch.of(plan, request.model) for plan in plans]
+    _check_bytes_limit(planned, request.bytes_limit)
+    # 2. The same documents in order.
+    in_order = [work_in_order(batch, request.num_ranks) for batch in batches]
+    lengths = np.concatenate(batches)
+    tasks = np.concatenate([np.bincount(plan.tasks.document) for plan in plans])  # of each document
+    pairs_in_order = sum(int(work.sum()) for work in in_order)
+    heaviest_in_order = sum(int(work.max()) for work in in_order)
+    fingerprints = [plan.fingerprint for plan in plans]
+    joined = hashlib.blake2b(",".join(map(str, fingerprints)).encode(), digest_size=8).hexdigest()
+    return StepReport(
+        request=request,
+        source=source,
+        origin=packed.origin,
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        longest_document_tokens=int(lengths.max()),
+        cut_documents=int((tasks > 1).sum()),
+        shards=int(tasks[tasks > 1].sum()),
+        imbalance_before=heaviest_in_order * request.num_ranks / pairs_in_order if pairs_in_order else 1.0,
+        figures=figures_of(planned, request.topology),
+        planning_seconds=planning_seconds,
+        fingerprint=f"{fingerprints[0]:016x}" if len(fingerprints) == 1 else joined,
+        work_before=np.sum(in_order, axis=0),
+        work=np.sum([plan.work * (request.model.heads.groups // plan.tasks.head_groups) for plan in plans], axis=0),
+        micro_batches=planned,
+        plans=plans,
+    )
+
+
+def _check_bytes_limit(micro_steps: Sequence[PlannedMicroBatch], bytes_limit: int | None) -> None:
+    for number, step in enumerate(micro_steps):
+        for verb, axis in (("send", 1), ("receive", 0)):
+            of_ranks = step.bytes_between.sum(axis=axis)
+            rank, needed = int(of_ranks.argmax()), int(of_ranks.max())
+            if bytes_limit is not None and needed > bytes_limit:
+                raise PlanError(
+                    f"micro-step {number}: rank {rank} has to {verb} {needed} bytes per layer, but --bytes-limit is "
+                    f"{bytes_limit}; set it to at least {needed}"
+                )

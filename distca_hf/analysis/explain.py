@@ -61,12 +61,8 @@ pairs     of a query and a key that it attends to, in one head"""
 
 
 class Explained(NamedTuple):
-    """What one rank does, as text.
-
-    Attributes:
-        holds: the tokens that it holds, by document.
-        forward, backward: a line for each kernel call, exchange and wait, in order.
-    """
+    """What one rank does, as text. `holds`: the tokens that it holds, by document. `forward`, `backward`: a line for
+    each kernel call, exchange and wait, in order."""
 
     holds: str
     forward: list[str]
@@ -82,16 +78,9 @@ def explain(
     num_chunks: int = 1,
     refetches: bool = False,
 ) -> list[Explained]:
-    """Returns what each rank does in one layer, for documents placed as `plugin.dataloader` places them.
-
-    Args:
-        kv_heads: KV heads of the layer, and its query heads.
-        head_groups: groups that the heads of very long documents may be divided into.
-        refetches: whether keys are sent again in backward instead of being kept.
-
-    Raises:
-        ConfigError: heads do not divide into groups; or there are too many tokens to follow each of them.
-    """
+    """Returns what each rank does in one layer, for documents placed as `plugin.dataloader` places them. `kv_heads`:
+    KV heads of the layer, and its query heads. `head_groups`: groups that the heads of very long documents may be
+    divided into. `refetches`: whether keys are sent again in backward instead of being kept."""
     if kv_heads % head_groups:
         raise ConfigError(f"{kv_heads} KV heads do not divide into {head_groups} groups")
     if (tokens := sum(document_tokens)) * kv_heads > MOST_NAMES:
@@ -128,15 +117,8 @@ def explain(
 
 
 def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, *of_layer: Any) -> str:
-    """Returns what ranks do as text, with a legend.
-
-    Args:
-        rank: the only rank to show; None for all.
-        of_layer: further arguments of `explain`.
-
-    Raises:
-        ConfigError: the rank does not exist; or as for `explain`.
-    """
+    """Returns what ranks do as text, with a legend. `rank`: the only rank to show; None for all. `of_layer`: further
+    arguments of `explain`."""
     if rank is not None and rank >= num_ranks:
         raise ConfigError(f"rank {rank} is not one of {num_ranks}: ranks are 0 to {num_ranks - 1}")
     lines = []
@@ -150,11 +132,7 @@ def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, 
 
 
 def documents_of(text: str) -> list[int]:
-    """Returns the lengths of documents that a text lists: "2x32768,4096" are three documents.
-
-    Raises:
-        ConfigError: the text is not a list of lengths.
-    """
+    """Returns the lengths of documents that a text lists: "2x32768,4096" are three documents."""
     lengths: list[int] = []
     for part in text.replace(" ", "").split(","):
         count, _, length = part.rpartition("x") if "x" in part else ("1", "", part)
@@ -180,16 +158,13 @@ class _Notes(PassTrace):
         self._lines: list[str] = []
 
     def note(self, text: str) -> None:
-        """Adds the text of a call, an exchange or a wait."""
         self._texts.append(text)
 
     def started(self, asked: AllToAll) -> None:
-        """Notes an exchange that starts."""
         parts = [_rows_of_ranks(asked.send_counts, "to"), _rows_of_ranks(asked.receive_counts, "from")]
         self.note(f"{_what(asked)}: {'; '.join(filter(None, parts)) or 'no rows of this rank, only of others'}")
 
     def waited(self, asked: AllToAll) -> None:
-        """Notes the wait for an exchange."""
         self.note(_what(asked))
 
     def spent(self, use: Spent) -> None:
@@ -203,7 +178,6 @@ class _Notes(PassTrace):
 
 
 def _what(asked: AllToAll) -> str:
-    """Returns what an exchange sends: the last part of its place."""
     return asked.where.split(", ")[-1]
 
 
@@ -215,12 +189,8 @@ def _rows_of_ranks(counts: Sequence[int], direction: str) -> str:
 
 @dataclass
 class _NotingKernel:
-    """A kernel that notes its calls and computes nothing.
-
-    Attributes:
-        num_heads: KV heads of the layer.
-        window_tokens: of the layer's sliding window; None without one.
-    """
+    """A kernel that notes its calls and computes nothing. `num_heads`: KV heads of the layer. `window_tokens`: of the
+    layer's sliding window; None without one."""
 
     notes: _Notes
     num_heads: int

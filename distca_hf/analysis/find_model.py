@@ -61,14 +61,8 @@ def find_model(name: str | None, tries: bool = True) -> ModelShape:
 
 
 def read_model(path: Path, tries: bool = True) -> ModelShape:
-    """Reads a config.json, or the one in a folder. Adds size and verdict if Transformers has the model type.
-
-    Args:
-        tries: see `find_model`.
-
-    Raises:
-        ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
-    """
+    """Reads a config.json, or the one in a folder. Adds size and verdict if Transformers has the model type. `tries`:
+    see `find_model`."""
     path = path / CONFIG_FILE if path.is_dir() else path
     if "model_type" not in (config := read_config(path)):
         return read_model_config(path)
@@ -105,7 +99,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
     shape = replace(
         _with_layers(shape_of_config(values, name, f"model {name}"), model),
-        limits=verdict.limits,
+        limits=tuple(verdict.limits),
         longest_document_tokens=verdict.longest_document_tokens,
         no_stages=no_stages,
     )
@@ -155,11 +149,7 @@ BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_model_config(path: Path) -> ModelShape:
-    """Reads the shape in a Transformers config.json, or in its `text_config` if it has one.
-
-    Raises:
-        ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
-    """
+    """Reads the shape in a Transformers config.json, or in its `text_config` if it has one."""
     config = read_config(path)
     text = config.get("text_config")  # the text model, in models of several modalities
     text = text if isinstance(text, dict) else config
@@ -168,14 +158,8 @@ def read_model_config(path: Path) -> ModelShape:
 
 
 def shape_of_config(config: Mapping[str, object], name: str, where: str) -> ModelShape:
-    """Returns the shape of a model from the values of its configuration.
-
-    Args:
-        config: values of the text model, by Transformers' names.
-
-    Raises:
-        ConfigError: a value is missing or wrong; names the value.
-    """
+    """Returns the shape of a model from the values of its configuration. `config`: values of the text model, by
+    Transformers' names."""
     heads = _positive(config, "num_attention_heads", where)
     for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):
         if config.get(key) is not None:
@@ -205,7 +189,6 @@ def shape_of_config(config: Mapping[str, object], name: str, where: str) -> Mode
 
 
 def _positive(config: Mapping[str, object], key: str, where: str) -> int:
-    """Returns a whole number above zero."""
     value = config.get(key)
     if value is None:
         raise ConfigError(f"{where} has no {key}")

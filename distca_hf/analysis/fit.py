@@ -67,11 +67,9 @@ class Room:
     ranks_per_node: int = 8
 
     def node_bytes(self, memory: Memory, num_ranks: int) -> int:
-        """Returns the bytes on the host of all GPUs of a node."""
         return memory.host * min(num_ranks, self.ranks_per_node)
 
     def fits(self, memory: Memory, num_ranks: int) -> bool:
-        """Returns whether a GPU and a node have enough memory."""
         fits_host = self.host_gib is None or self.node_bytes(memory, num_ranks) <= self.host_gib * GIB
         return memory.total <= self.gpu_bytes and fits_host
 
@@ -110,7 +108,6 @@ class RankLoad:
     state_bytes: int = 0
 
     def memory(self, setup: TrainingSetup) -> Memory:
-        """Estimates the memory of the rank."""
         return estimate_memory(
             self.size, setup, self.rank_tokens, self.received_bytes, self.head_tokens, self.state_bytes
         )
@@ -160,10 +157,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = True) -> str:
     """Returns what does not fit and the fewest changes that make it fit, as text; empty if everything fits.
-
-    Args:
-        more_ranks: whether to try more ranks, too, which hold the same tokens together.
-    """
+    `more_ranks`: whether to try more ranks, too, which hold the same tokens together."""
     lacking = room.lacking(load.memory(setup), setup.num_ranks)
     if not lacking:
         return ""
@@ -217,9 +211,6 @@ class Job:
         tokens_per_rank: tokens that each holds in a micro-step.
         setup: how it is trained; all ways to shard weights are tried.
         host_gib, ranks_per_node: see `Room`.
-
-    Raises:
-        ConfigError: a number is out of range.
     """
 
     gpu: Gpu
@@ -240,12 +231,10 @@ class Job:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that all ranks hold together, which is the longest document."""
         return self.setup.num_ranks * self.tokens_per_rank
 
     @property
     def room(self) -> Room:
-        """Memory of a GPU, none on a CPU, and of its node."""
         return Room(USABLE_SHARE * (self.gpu.gib or 0.0) * GIB, self.host_gib, self.ranks_per_node)
 
 

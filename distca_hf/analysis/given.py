@@ -5,36 +5,27 @@ simulate`, with the same options. Text is readable at 80 columns.
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 from rich.console import Console, RenderableType
 
+from distca_hf.analysis import tables
 from distca_hf.analysis.answer import steps_worth_it
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import RankLoad, advice
 from distca_hf.analysis.groups import Groups
-from distca_hf.analysis.memory import GIB, Checkpointing, Memory
+from distca_hf.analysis.memory import GIB, Memory
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of
-from distca_hf.analysis.sharing import SharingFigures
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
-from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.request import SimulationRequest, assumed
 from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.tables import (
-    PlanProgress,
-    Terminal,
-    block,
-    counted,
-    plain_table,
-    print_blocks,
-    print_json,
-    ways_table,
-)
+from distca_hf.analysis.tables import counted
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.cost import imbalance
@@ -45,13 +36,105 @@ from distca_hf.planning.kinds import PlanTotals, RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
 
 
+PETA = 1e15
+# Parts of the work of a step.
+PARTS = {"layers": "layers without attention", "attention": "attention", "head": "head and loss"}
+
+
+@dataclass(frozen=True)
+class SharingFigures:
+    """The same micro-batches with shared prefixes and without them; hidden states return. `request`: says whether
+    prefixes are shared at all. `facts`, `facts_unshared`: of each micro-batch, with shared prefixes and without."""
+
+    request: SimulationRequest
+    groups: Groups
+    facts: Sequence[PlanFacts]
+    facts_unshared: Sequence[PlanFacts]
+
+    @property
+    def tokens(self) -> int:
+        return sum(facts.num_tokens for facts in self.facts)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of these that layers compute."""
+        return sum(sum(facts.tokens) for facts in self.facts)
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the tokens that layers do not compute, as a part of 1."""
+        return 1 - self.computed_tokens / self.tokens
+
+    @cached_property
+    def work(self) -> dict[str, tuple[float, float]]:
+        """Mean operations of a micro-batch by part, on all ranks together, without sharing and with it."""
+        flops = self.request.model.flops
+
+        def of(way: Sequence[PlanFacts]) -> dict[str, float]:
+            tokens, head = (sum(sum(getattr(one, name)) for one in way) for name in ("tokens", "head_tokens"))
+            pairs = sum(sum(one.work) / one.rows_per_token for one in way)
+            amounts = {"layers": (tokens, 0, 0), "attention": (0, pairs, 0), "head": (0, 0, head)}
+            return {part: float(flops.work(*map(np.array, each))) / len(way) for part, each in amounts.items()}
+
+        unshared, shared = of(self.facts_unshared), of(self.facts)
+        return {part: (unshared[part], shared[part]) for part in PARTS}
+
+    @property
+    def step_imbalance(self) -> tuple[float, float]:
+        """Mean over micro-batches of max/mean work of a step, as planned, without sharing and with it."""
+        flops = self.request.model.flops
+        unshared, shared = (
+            float(np.mean([imbalance(one.step_work(flops)[1].tolist()) for one in way]))
+            for way in (self.facts_unshared, self.facts)
+        )
+        return unshared, shared
+
+    @property
+    def in_short(self) -> str:
+        """The first half of a sentence; empty if nothing is shared."""
+        computed = 100 * (1 - self.saved_share)
+        return f"layers compute {computed:.0f} % of the tokens, and " if self.saved_share else ""
+
+    def as_json(self) -> dict[str, object]:
+        unshared, shared = self.step_imbalance
+        return {
+            **self.groups.as_json(self.request.unshared),
+            "tokens": self.tokens,
+            "computed_tokens": self.computed_tokens,
+            "saved_share": self.saved_share,
+            **{f"{part}_flops_unshared": before for part, (before, _) in self.work.items()},
+            **{f"{part}_flops": after for part, (_, after) in self.work.items()},
+            "step_imbalance_unshared": unshared,
+            "step_imbalance": shared,
+        }
+
+    def table(self) -> RenderableType:
+        count, grouped, tokens = len(self.facts), self.groups.counts, (self.tokens, self.computed_tokens)
+        table = tables.plain_table("unshared", "shared")
+        table.add_row("tokens that layers compute", *(f"{each / count:,.0f}" for each in tokens))
+        for part, name in PARTS.items():
+            table.add_row(f"{name}, PFLOP", *(f"{each / PETA:,.2f}" for each in self.work[part]))
+        table.add_row("sum, PFLOP", *(f"{sum(each) / PETA:,.2f}" for each in zip(*self.work.values(), strict=True)))
+        table.add_row("busiest rank / mean, work of a step", *(f"{each:.2f}" for each in self.step_imbalance))
+        words = f"{counted(grouped.total(), 'row')} in {counted(len(grouped), 'group')} begin alike. "
+        if self.request.unshared:
+            words += f"Nothing is shared: {self.request.unshared}."
+        else:
+            words += (
+                f"{self.saved_share:.1%} of the tokens are not computed again. Prefixes are shared from "
+                f"{self.request.least_tokens} tokens on (shared_prefix_tokens); results return. With placed loss "
+                "they are shared if they have no labels to learn, as is assumed here. Groups are dealt as TRL's GRPO "
+                "trainer deals them."
+            ).replace("%", " %")
+        return tables.block("shared prefixes, mean of a micro-batch", table, words)
+
+
 @dataclass(frozen=True)
 class GivenMicroBatch:
     """One micro-batch of all ranks.
 
     Attributes:
-        facts: as in training, if hidden states return.
-        facts_placed_loss: as in training, if head and loss run on placed rows.
+        facts, facts_placed_loss: as in training, if hidden states return, and if head and loss run on placed rows.
         stays: whether no row moves.
         moved_tokens: tokens that are computed on a rank other than their batch's.
         planning_seconds: time of this process to plan it.
@@ -67,12 +150,7 @@ class GivenMicroBatch:
     def of(
         cls, request: SimulationRequest, plans: GivenPlans, tokens: IntArray, groups: Groups | None = None
     ) -> "GivenMicroBatch":
-        """Plans a micro-batch.
-
-        Args:
-            tokens: `[rows]` lengths, rank after rank.
-            groups: which rows begin alike; None if none are known to.
-        """
+        """Plans a micro-batch of `[rows]` lengths, rank after rank."""
         began = time.perf_counter()
         home = Layout.from_packs(np.split(tokens, request.num_ranks))
         layout = request.given_layout(plans, home, groups)
@@ -93,13 +171,8 @@ class GivenMicroBatch:
 
 @dataclass(frozen=True)
 class GivenAnswer:
-    """The results of `distca plan --batch-size`.
-
-    Attributes:
-        row_tokens: `[rows]` all lengths.
-        micro_batches: micro-batches that were planned.
-        sharing: what sharing prefixes brings; None if no documents are known to begin alike.
-    """
+    """The results of `distca plan --batch-size`. `row_tokens`: `[rows]` all lengths. `sharing`: what sharing prefixes
+    brings; None if no documents are known to begin alike."""
 
     request: SimulationRequest
     source: str
@@ -121,15 +194,13 @@ class GivenAnswer:
             sums = sums.plus(facts, self.request.model.flops)
         return sums
 
-    def worst(self, loss_is_placed: bool) -> tuple[float, float]:
+    def worst(self, loss_is_placed: bool) -> tuple[float, ...]:
         """Returns the largest imbalance of a step's work in any micro-batch, before and as planned."""
         works = [facts.step_work(self.request.model.flops) for facts in self._facts(loss_is_placed)]
-        before, after = (max(imbalance(work.tolist()) for work in way) for way in zip(*works, strict=True))
-        return before, after
+        return tuple(max(imbalance(work.tolist()) for work in way) for way in zip(*works, strict=True))
 
-    def _facts(self, loss_is_placed: bool) -> Iterable[PlanFacts]:
-        for one in self.micro_batches:
-            yield one.facts_placed_loss if loss_is_placed else one.facts
+    def _facts(self, loss_is_placed: bool) -> list[PlanFacts]:
+        return [one.facts_placed_loss if loss_is_placed else one.facts for one in self.micro_batches]
 
     @property
     def moved_share(self) -> float:
@@ -138,7 +209,6 @@ class GivenAnswer:
 
     @property
     def planning_seconds(self) -> float:
-        """Median time of planning a micro-batch."""
         return float(np.median([one.planning_seconds for one in self.micro_batches]))
 
     @property
@@ -149,7 +219,6 @@ class GivenAnswer:
 
     @property
     def memory(self) -> Memory:
-        """Memory of that rank."""
         return self.load.memory(self.request.setup("fsdp2"))
 
     @property
@@ -180,20 +249,14 @@ class GivenAnswer:
         )
 
     def as_json(self) -> dict[str, object]:
-        """Returns one object. Imbalances are means over micro-batches."""
         request, count = self.request, len(self.micro_batches)
         returned, placed = self.totals(False), self.totals(True)
         of_both = ("token_imbalance", "imbalance", "step_imbalance")
         names = [name for each in of_both for name in (f"{each}_before", each)]
         return {
-            "model": request.model.name,
-            "source": self.source,
-            "ranks": request.num_ranks,
-            "ranks_per_node": request.ranks_per_node,
-            "batch_size": request.batch_size,
-            "micro_steps": request.accumulation,
-            "context_tokens": request.context_tokens,
-            "seed": request.seed,
+            **{"model": request.model.name, "source": self.source, "ranks": request.num_ranks},
+            **{"ranks_per_node": request.ranks_per_node, "batch_size": request.batch_size},
+            **{"micro_steps": request.accumulation, "context_tokens": request.context_tokens, "seed": request.seed},
             "profile": self.profile.summary(),
             "rows": len(self.row_tokens),
             "tokens": int(self.row_tokens.sum()),
@@ -219,19 +282,11 @@ def answer(
     source: str,
     row_tokens: IntArray,
     profile: ClusterProfile,
-    progress: PlanProgress | None = None,
+    progress: tables.PlanProgress | None = None,
     groups: Groups | None = None,
 ) -> GivenAnswer:
-    """Plans and simulates steps of given batches.
-
-    Args:
-        row_tokens: `[rows]` lengths.
-        groups: which rows begin alike.
-
-    Raises:
-        PackingError: there are too few rows for a step, or rows are longer than the model takes.
-    """
-    progress = progress or PlanProgress()
+    """Plans and simulates steps of given batches, whose rows have `[rows]` lengths."""
+    progress = progress or tables.PlanProgress()
     size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.whole_documents)
     steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).dealt_steps(row_tokens, groups)
     dealt = [batch for step in steps for batch in step]
@@ -249,25 +304,20 @@ def answer(
     return GivenAnswer(request, source, row_tokens, planned, result, profile, sharing)
 
 
-def run_given(options: PlanOptions) -> None:
-    """Runs `distca plan --batch-size`. Prints output at the very end: nothing is printed before an error.
+# Options that have no effect on given batches.
+OF_PLACED = (
+    *("tokens_per_rank", "layout", "overlong", "bytes_limit", "lengths_are_batch", "compare", "pipeline", "chunks"),
+)
 
-    Raises:
-        ConfigError: an option or the model is wrong.
-        PackingError: lengths cannot be read, or are too few for a step.
-    """
-    of_placed = {
-        "--tokens-per-rank": options.tokens_per_rank,
-        "--layout": options.layout != "placed",
-        "--overlong": options.overlong != "error",
-        "--bytes-limit": options.bytes_limit is not None,
-        "--lengths-are-batch": options.lengths_are_batch,
-        "--compare": options.compare,
-        "--plot": options.plot,
-        "--pipeline": options.pipeline,
-        "--chunks": options.chunks,
+
+def run_given(options: PlanOptions) -> None:
+    """Runs `distca plan --batch-size`. Prints output at the very end: nothing is printed before an error."""
+    changed = {
+        field.name
+        for field in fields(options)
+        if getattr(options, field.name) != getattr(field.default, "default", None)
     }
-    if without_effect := [option for option, value in of_placed.items() if value]:
+    if without_effect := [f"--{name.replace('_', '-')}" for name in OF_PLACED if name in changed]:
         raise ConfigError(
             f"{', '.join(without_effect)}: only for placed batches, and --batch-size {options.batch_size} is for "
             "your own. Leave out one or the other"
@@ -277,24 +327,17 @@ def run_given(options: PlanOptions) -> None:
     request = SimulationRequest(
         *(model, options.gpus, DEFAULT_TOKENS_PER_RANK, options.context, options.micro_steps),
         ranks_per_node=options.ranks_per_node,
-        checkpointing=cast(Checkpointing, options.checkpointing),  # the request refuses any other
-        liger=options.liger,
-        gpu_gib=gpu_gib_of(profile, options.gpu_gib),
-        seed=options.seed,
         batch_size=options.batch_size,
-        mlp_tokens=options.mlp_tokens,
-        attention_kv_heads=options.attention_kv_heads,
-        state_on_host=options.offload_params,
-        host_gib=options.host_gib,
+        **assumed(options, profile),
     )
-    progress = PlanProgress()
+    progress = tables.PlanProgress()
     with progress.shown():
         rows = progress.read_lengths(options.lengths)
         found = answer(request, rows.source, rows.tokens, profile, progress, rows.groups)
     if options.as_json:
-        print_json(found.as_json())
+        tables.print_json(found.as_json())
     else:
-        print_given(found, Terminal())
+        print_given(found, tables.Terminal())
 
 
 def print_given(found: GivenAnswer, console: Console) -> None:
@@ -310,7 +353,7 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         f"{request.seed}: your batches, {counted(count, 'micro-batch')} of them.",
         found.in_short,
     ]
-    table = plain_table("as given", "rows placed" if found.places_rows else "attention moved")
+    table = tables.plain_table("as given", "rows placed" if found.places_rows else "attention moved")
     imbalances: list[tuple[str, PlanTotals, str]] = [
         ("tokens", returned, "token_imbalance"),
         ("attention", returned, "imbalance"),
@@ -337,7 +380,7 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     else:
         words += "Documents of this model stay whole, so tokens stay, and attention moves. "
     words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
-    blocks.append(block("busiest rank / mean of all", table, words))
+    blocks.append(tables.block("busiest rank / mean of all", table, words))
     if found.sharing is not None:
         blocks.append(found.sharing.table())
     words = (
@@ -349,4 +392,6 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         "most that a GPU sends or receives in a layer's forward pass."
     )
     words += f" Does not fit: {found.advice}." if found.advice else ""
-    print_blocks(console, [*blocks, block("speed and memory, simulated", ways_table(found.simulated), words)])
+    tables.print_blocks(
+        console, [*blocks, tables.block("speed and memory, simulated", tables.ways_table(found.simulated), words)]
+    )

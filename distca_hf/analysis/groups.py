@@ -90,7 +90,6 @@ class Groups:
         return cls(paths, prefixes)
 
     def of(self, rows: IntArray) -> "Groups":
-        """Returns the groups of some of the documents."""
         paths, prefixes = ([of_all[row] for row in rows.tolist()] for of_all in (self.paths, self.prefix_tokens))
         return Groups(paths, prefixes)
 
@@ -102,11 +101,8 @@ class Groups:
         )
 
     def in_words(self, unshared: str) -> str:
-        """Returns a sentence: how many documents begin alike, and whether layers compute that once.
-
-        Args:
-            unshared: why not; empty if they do.
-        """
+        """Returns a sentence: how many documents begin alike, and whether layers compute that once. `unshared`: why
+        not; empty if they do."""
         counts = self.counts
         ending = (
             f", but share no prefixes: {unshared}"
@@ -116,7 +112,6 @@ class Groups:
         return f"{counts.total():,} documents in {len(counts):,} groups begin alike{ending}."
 
     def as_json(self, unshared: str) -> dict[str, object]:
-        """Returns the same as an object of JSON."""
         counts = self.counts
         return {"groups": len(counts), "documents": counts.total(), "unshared": unshared or None}
 

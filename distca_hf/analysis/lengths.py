@@ -1,16 +1,5 @@
-"""Lengths: document lengths from files and datasets.
-
-| source | content |
-|---|---|
-| `.json` | a flat list of whole numbers, or as `.jsonl` |
-| `.jsonl` | objects, one per line, with a column of lengths |
-| `.csv`, `.tsv` | a table with a column of lengths, or one column of whole numbers without a name |
-| `.txt` | whole numbers, one per line, also as `numpy.savetxt` writes them |
-| `.parquet` | a column of lengths |
-| `.npy` | one dimension of integers |
-| `.arrow`, or a folder | a dataset that `datasets` wrote (its cache, `save_to_disk`), with a column of lengths |
-| a folder, a pattern with `*` | files of one of these kinds; in a folder their names differ in numbers only |
-| `pretrain`, `prolong` | samples that come with distca_hf, unless a file has that name |
+"""Lengths: document lengths from files and datasets, see docs/will-it-help.md. `READERS` has a reader for
+each ending.
 
 Text files may be compressed (`.gz`). A column of lengths has one of the names in `NUMBER_COLUMNS` and whole numbers,
 or is called `input_ids` and has lists, whose lengths count. If there are several, they must agree in every row.
@@ -26,6 +15,7 @@ import gzip
 import json
 import re
 import sys
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +24,6 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 
 from distca_hf.analysis.groups import GROUP_COLUMNS, PREFIX_COLUMN, Groups
-from distca_hf.analysis.numbers import OF_TEXTS, SAVETXT, Numbers, kind_of
 from distca_hf.arrays import IntArray, as_int_array
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.rows import FOR_LENGTHS
@@ -62,12 +51,9 @@ MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
 
 @dataclass(frozen=True, eq=False)
 class DocumentLengths:
-    """`[documents]` lengths in tokens, and their file and column.
-
-    Attributes:
-        grouping: values by column, of those `GROUP_COLUMNS` that the file has; empty if it has no prefixes.
-        groups: which documents begin alike; None if that is not known.
-    """
+    """`[documents]` lengths in tokens, and their file and column. `grouping`: values by column, of those
+    `GROUP_COLUMNS` that the file has; empty if it has no prefixes. `groups`: which documents begin alike; None if that
+    is not known."""
 
     tokens: IntArray
     source: str
@@ -95,7 +81,6 @@ def read_lengths(path: Path) -> DocumentLengths:
 
 
 def _read(path: Path) -> DocumentLengths:
-    """Reads lengths with the reader for the path's ending."""
     if path.is_dir():
         files = _files_of(path)
         return _read_files(files, path) if files else _read_dataset(path)
@@ -121,15 +106,12 @@ def _files_of(folder: Path) -> list[Path]:
     files = sorted(file for file in folder.rglob("*") if file.is_file() and _ending(file) in endings)
     names = sorted({re.sub(r"\d+", "*", str(file.relative_to(folder))) for file in files})
     if len(names) > 1:
-        raise PackingError(
-            f"{folder} holds files of several datasets or kinds: {', '.join(names)}; give a pattern of those to read, "
-            f"in quotes: '{folder / names[0]}'"
-        )
+        way = f"give a pattern of those to read, in quotes: '{folder / names[0]}'"
+        raise PackingError(f"{folder} holds files of several datasets or kinds: {', '.join(names)}; {way}")
     return files
 
 
 def _read_files(files: Sequence[Path], source: Path) -> DocumentLengths:
-    """Reads the files of one dataset, one after the other."""
     read = [_read(file) for file in files]
     columns = sorted({one.source.removeprefix(str(file)) for one, file in zip(read, files, strict=True)})
     if len(columns) > 1:
@@ -178,21 +160,17 @@ def _read_dataset(path: Path) -> DocumentLengths:
             raise PackingError(f"{path}: {error}") from error
         column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN
         if grouping and column == SEQUENCES_COLUMN:
-            raise PackingError(
-                f"{path} has columns {PREFIX_COLUMN} and {SEQUENCES_COLUMN}: rows hold several documents, and one "
-                "could have the prefix; remove one of the columns"
-            )
+            words = "rows hold several documents, and one could have the prefix; remove one of the columns"
+            raise PackingError(f"{path} has columns {PREFIX_COLUMN} and {SEQUENCES_COLUMN}: {words}")
         return DocumentLengths(tokens, f"{path}, column {column}", grouping)
-    columns = choose_columns(dataset.column_names, path)
-    table = dataset.select_columns(columns).with_format("arrow")[:]
-    return _same(
-        {column: _from_arrow(table[column], f"{path}, column {column}") for column in columns}, path, grouping
-    )
+    table = dataset.select_columns(choose_columns(dataset.column_names, path)).with_format("arrow")[:]
+    columns = {column: _from_arrow(table[column], f"{path}, column {column}") for column in table.column_names}
+    return _same(columns, path, grouping)
 
 
 def _empty_grouping(names: Sequence[str]) -> dict[str, list[object]]:
-    """Returns an empty list, to be filled, for each of `GROUP_COLUMNS` among some names. Returns none without a column
-    of prefixes: then a column called `group` may be anything."""
+    """Returns an empty list, to be filled, for each of `GROUP_COLUMNS`; none without a column of prefixes: then one
+    called `group` may be anything."""
     return {name: [] for name in GROUP_COLUMNS if name in names and PREFIX_COLUMN in names}
 
 
@@ -231,11 +209,7 @@ def _from_arrow(values: "ChunkedArray", source: str, rows_before: int = 0) -> In
 
 
 def choose_columns(names: Sequence[str], path: Path) -> list[str]:
-    """Returns the columns of lengths.
-
-    Raises:
-        PackingError: there is none, or rows hold several documents; names the columns.
-    """
+    """Returns the columns of lengths."""
     if SEQUENCES_COLUMN in names:
         raise PackingError(
             f"{path} has a column {SEQUENCES_COLUMN}: its rows hold several documents; give the folder of a dataset "
@@ -256,9 +230,8 @@ def read_json(path: Path) -> DocumentLengths:
     if text.startswith("{"):
         return read_jsonl(path)
     if len(text) > MOST_CHARACTERS:
-        raise PackingError(
-            f"{path} holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
-        )
+        words = f"holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
+        raise PackingError(f"{path} {words}")
     values = _parsed(text, str(path))
     if not isinstance(values, list):
         raise PackingError(f"{path} must hold a flat list of whole numbers, not {kind_of(values)}")
@@ -344,7 +317,6 @@ def _open(path: Path) -> TextIO:
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Yields the lines of a file."""
     while line := file.readline(MOST_LINE_CHARACTERS + 1):
         if len(line) > MOST_LINE_CHARACTERS:
             raise PackingError(f"{path} has a line of more than {MOST_LINE_CHARACTERS:,} characters")
@@ -352,8 +324,74 @@ def _lines(file: TextIO, path: Path) -> Iterator[str]:
 
 
 def _parsed(text: str, where: str) -> object:
-    """Reads JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
         raise PackingError(f"{where} is not JSON: {error}") from error
+
+
+# A word of a text, and what to do with a file of texts.
+WORD = re.compile(r"[^\W\d_]{2}")
+OF_TEXTS = (
+    '. Tokenise texts first: python "$(distca examples tokenise_texts)" MODEL FILE FOLDER reads a column text '
+    "(of chats, make one with their template); then give FOLDER"
+)
+# A number as `numpy.savetxt` writes it.
+SAVETXT = re.compile(r"-?\d\.\d+e[+-]\d+")
+
+
+class Numbers:
+    """Whole numbers in the order in which they are read. Errors name their source, and one of them as `each`, such as
+    "row"."""
+
+    def __init__(self, source: str, each: str) -> None:
+        self._source = source
+        self._each = each
+        self._numbers = array("q")
+
+    def add(self, value: object) -> None:
+        """Adds an integer; refuses all other JSON values, such as 3.0 and true."""
+        if type(value) is not int:
+            raise self._refusal(kind_of(value), isinstance(value, str | dict))
+        if abs(value) >= 2**63:
+            raise PackingError(f"{self._next} is {_short(value)}, far more tokens than a document can have")
+        self._numbers.append(value)
+
+    def add_length(self, value: object) -> None:
+        if not isinstance(value, list):
+            raise PackingError(f"{self._next} is {kind_of(value)}, not a list of tokens")
+        self._numbers.append(len(value))
+
+    def add_text(self, text: str) -> None:
+        """Adds a number from its digits, or as `numpy.savetxt` writes it."""
+        digits = text.strip()
+        if SAVETXT.fullmatch(digits) and float(digits).is_integer():
+            digits = str(int(float(digits)))
+        if not digits.removeprefix("-").isdecimal() or not digits.isascii():
+            raise self._refusal(_short(digits), WORD.search(digits) is not None)
+        self.add(int(digits) if len(digits) < 32 else 10**32)
+
+    def array(self) -> IntArray:
+        return np.array(self._numbers, dtype=np.int64)
+
+    @property
+    def _next(self) -> str:
+        return f"{self._source}: {self._each} {len(self._numbers)}"
+
+    def _refusal(self, kind: str, is_text: bool) -> PackingError:
+        """Returns the error for a value that is not a number; if the first value is text, with the way to lengths."""
+        way = OF_TEXTS if is_text and not self._numbers else ""
+        return PackingError(f"{self._next} is {kind}, not a whole number{way}")
+
+
+def kind_of(value: object) -> str:
+    """Describes a JSON value briefly."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return f"a text of {len(value)} characters" if isinstance(value, str) else _short(value)
+
+
+def _short(value: object) -> str:
+    """Returns a value as JSON writes it, in a few characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:20]}..."

@@ -124,7 +124,6 @@ class TrainingSetup:
 
     @property
     def saves_attention(self) -> bool:
-        """Whether attention's outputs wait for backward."""
         return saves_attention(self.checkpointing)
 
     def mlp_share(self, rank_tokens: int) -> float:
@@ -162,7 +161,6 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """Weights, the optimizer's state, and gradients."""
         return self.parameters + self.optimizer + self.gradients
 
     @property
@@ -172,7 +170,6 @@ class Memory:
 
     @property
     def backward(self) -> int:
-        """Bytes at the largest moment of backward."""
         return self.state + self.gathered + self.kept + self.computed + self.received
 
     @property
@@ -182,11 +179,9 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """Bytes on the host."""
         return self.host_kept + self.host_state
 
     def as_json(self) -> dict[str, int]:
-        """Returns all parts, their sums and the peak, in bytes."""
         parts = ("parameters", "optimizer", "gradients", "gathered", "kept", "layer", "head", "received")
         sums = ("state", "computed", "optimizer_step", "total", "host_kept", "host_state", "host")
         return {name: getattr(self, name) for name in (*parts, *sums)}

@@ -54,12 +54,9 @@ class ModelSize:
         experts: int = 1,
         experts_per_token: int = 1,
     ) -> "ModelSize":
-        """Counts the weights of a decoder of attention and gated MLPs, without norms and biases.
-
-        Args:
-            mlp_size: width of an MLP, or of an expert.
-            experts, experts_per_token: number of MLPs of a layer, and number that a token is sent to.
-        """
+        """Counts the weights of a decoder of attention and gated MLPs, without norms and biases. `mlp_size`: width of
+        an MLP, or of an expert. `experts`, `experts_per_token`: number of MLPs of a layer, and number that a token is
+        sent to."""
         mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
         rest = attention_parameters(heads, hidden_size) + router
         embedding = vocabulary * hidden_size * (1 if tied else 2)
@@ -74,7 +71,6 @@ class ModelSize:
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the last matrix product."""
         return self.vocabulary * self.hidden_size
 
     @property
@@ -88,7 +84,6 @@ class ModelSize:
         return max(0.0, beside) / (MLP_MATRICES * self.hidden_size)
 
     def decoder(self, heads: Heads) -> DecoderSize:
-        """Returns the sizes that memory depends on."""
         if self.of_layers is not None:
             return self.of_layers
         of_layer = self.layers, self.largest_layer_parameters, self.mlp_size(heads), heads
@@ -138,7 +133,6 @@ class ModelShape:
 
     @property
     def masks(self) -> LayerMasks:
-        """Each mask of its attention layers, with their number."""
         windows, full = self.window_layers, self.full_layers
         if full is None:
             full = (
@@ -153,7 +147,6 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """Bytes of one token in one layer."""
         return self.heads.token_bytes(self.number_bytes)
 
 
@@ -164,11 +157,7 @@ class SimulatedModel(ModelShape):
 
     @classmethod
     def of(cls, shape: ModelShape) -> "SimulatedModel":
-        """Returns the same model.
-
-        Raises:
-            ConfigError: its size is not known, or no layer attends.
-        """
+        """Returns the same model."""
         if shape.size is None:
             raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
         if not shape.masks:
@@ -180,7 +169,6 @@ class SimulatedModel(ModelShape):
         return sum(count for _, count in self.masks)
 
     def pairs(self, document_tokens: IntArray) -> float:
-        """Returns the attended pairs of documents, in all layers together."""
         starts = np.zeros_like(document_tokens)
         return float(sum(layers * int(mask.pairs_of(starts, document_tokens).sum()) for mask, layers in self.masks))
 
@@ -255,11 +243,7 @@ CONFIG_FILE, MOST_CONFIG_BYTES = "config.json", 2**26
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """Reads a config.json.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no object.
-    """
+    """Reads a config.json."""
     try:
         with path.open("rb") as file:
             config = json.loads(read_at_most(file, MOST_CONFIG_BYTES))
@@ -285,11 +269,7 @@ def content_of(path: Path) -> str:
 @contextmanager
 def without_hub() -> Iterator[None]:
     """Keeps Transformers off the network; it may use its cache. A configuration may name kernels, code and backbones
-    on the Hub, and planning needs none of them.
-
-    Raises:
-        ConfigError: the configuration needs one of them.
-    """
+    on the Hub, and planning needs none of them."""
     from huggingface_hub import constants
     from huggingface_hub.errors import OfflineModeIsEnabled
 

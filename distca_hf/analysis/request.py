@@ -12,12 +12,13 @@ from typing import get_args
 import numpy as np
 
 from distca_hf.analysis.models import ModelShape, SimulatedModel
-from distca_hf.arrays import IntArray, offsets
+from distca_hf.arrays import IntArray, ceil_div, offsets
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK
+from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import Epoch
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, PackingError, and_more
 from distca_hf.flops import LLAMA_8B_COSTS
 from distca_hf.layout import MAX_DOCUMENT_TOKENS, Topology
 from distca_hf.pipelines.pipeline import Pipeline
@@ -36,11 +37,7 @@ MAX_MICRO_STEPS = 1024
 
 
 def check_ranges(*options: tuple[str, int, int]) -> None:
-    """Refuses options whose value is not from 1 to their maximum.
-
-    Raises:
-        ConfigError: names the first of them.
-    """
+    """Refuses options whose value is not from 1 to their maximum."""
     for option, value, most in options:
         if not 1 <= value <= most:
             raise ConfigError(f"{option} {value} must be between 1 and {most}")
@@ -57,11 +54,6 @@ class PlanRequest:
         overlong: policy for documents longer than all ranks hold: "error", "split" or "truncate".
         bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.
         pipeline: stages, each of which has `num_ranks` ranks; None without a pipeline.
-
-    Raises:
-        ConfigError: a number is out of range, the layout or policy is unknown, or a variable of the environment has an
-            invalid value.
-        PackingError: the environment names a table of kernel times that cannot be read.
     """
 
     num_ranks: int
@@ -91,7 +83,6 @@ class PlanRequest:
         self.planner  # noqa: B018  raises if a variable of the environment has an invalid value
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
-        """Refuses a pipeline that cannot run, or packs that cannot be shaped for it."""
         if self.model.no_stages:
             raise ConfigError(f"--pipeline {pipeline.num_stages}: {self.model.no_stages}")
         if self.layout == "fixed":
@@ -112,17 +103,14 @@ class PlanRequest:
 
     @property
     def num_gpus(self) -> int:
-        """Ranks of all stages."""
         return self.num_ranks * (1 if self.pipeline is None else self.pipeline.num_stages)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that all ranks together hold in a micro-step."""
         return self.planner.capacity_tokens
 
     @property
     def topology(self) -> Topology:
-        """Nodes of the ranks."""
         return self.planner.config.topology(self.num_ranks)
 
     @cached_property
@@ -177,18 +165,46 @@ def plan_step(planner: PlacedPlanner, micro_batches: Sequence[IntArray]) -> list
     """Returns a plan for each micro-batch of an optimizer step. Its documents are regrouped as in training: long ones
     together, or by work for a pipeline."""
     lengths = np.concatenate(micro_batches)
-    as_packed = Epoch(np.arange(len(lengths)), offsets(np.array([len(batch) for batch in micro_batches])))
-    step = planner.regroup(as_packed, lengths, len(micro_batches))
+    step = planner.regroup(epoch_of(micro_batches), lengths, len(micro_batches))
     numbers = range(step.num_micro_batches)
     return [planner.plan(lengths[step.micro_batch(number)], step.layout(number)) for number in numbers]
 
 
-def pipeline_of(stages: int | None, chunks: int | None) -> Pipeline | None:
-    """Returns the pipeline that was asked for.
+def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
+    """Returns lengths after the policy for documents that are longer than a micro-batch, or, if documents stay whole,
+    than a rank holds."""
+    longest, most_tokens, model = int(document_tokens.max()), request.planner.longest_tokens, request.model
+    if request.overlong == "error" and longest > most_tokens:
+        others = int((document_tokens > most_tokens).sum()) - 1
+        if model.whole_documents:
+            where = f"one rank, where documents of {model.name} stay whole: it holds {most_tokens} tokens"
+            remedy = f"{longest} tokens per rank would hold it"
+        else:
+            where = f"{request.num_ranks} ranks x {request.tokens_per_rank} tokens = {most_tokens}"
+            tokens, ranks = ceil_div(longest, request.num_ranks), ceil_div(longest, request.tokens_per_rank)
+            remedy = f"{tokens} tokens per rank or {ranks} ranks would hold it"
+        raise PackingError(
+            f"a document of {longest} tokens{and_more(others)} does not fit on {where}; {remedy}, or --overlong split "
+            "or truncate cuts it"
+        )
+    document_tokens = fit_documents(document_tokens, most_tokens, request.overlong)[2]
+    longest, limit = int(document_tokens.max()), model.longest_document_tokens
+    if limit is not None and longest > limit:
+        raise PackingError(
+            f"a document of {longest} tokens is longer than the {limit} that {model.name} takes (`distca check` says "
+            "why); split documents before, or remove longer ones"
+        )
+    return document_tokens
 
-    Raises:
-        ConfigError: a number is out of range, or needs --pipeline.
-    """
+
+def epoch_of(micro_batches: Sequence[IntArray]) -> Epoch:
+    """Returns the epoch whose documents are those of these micro-batches, one after the other."""
+    counts = np.array([len(batch) for batch in micro_batches])
+    return Epoch(np.arange(counts.sum()), offsets(counts))
+
+
+def pipeline_of(stages: int | None, chunks: int | None) -> Pipeline | None:
+    """Returns the pipeline that was asked for."""
     if stages is None:
         if chunks is not None:
             raise ConfigError(f"--chunks {chunks} needs --pipeline, which is not given")

@@ -42,7 +42,6 @@ class Terminal(Console):
         super().__init__(stderr=stderr, width=width, markup=False)
 
     def render(self, *arguments: Any) -> Iterator[Segment]:
-        """Yields the parts of the output. See `rich.console.Console`."""
         for segment in super().render(*arguments):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -62,7 +61,6 @@ class PlanProgress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows the line until the block ends, with or without an error."""
         with self._progress:
             yield
 
@@ -87,12 +85,10 @@ class PlanProgress:
         self._progress.remove_task(task)
 
     def read_lengths(self, path: Path) -> DocumentLengths:
-        """Reads document lengths; see `lengths.read_lengths`."""
         with self.stage(f"reading {path.name}"):
             return read_lengths(path)
 
     def over(self, words: str, items: Sequence[int]) -> Iterable[int]:
-        """Yields items, and shows how many are done."""
         with self.counting(words, len(items)) as count:
             yield from count(items)
 
@@ -135,10 +131,7 @@ def plain_table(*columns: str) -> Table:
 
 def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room: Room, num_ranks: int) -> Table:
     """Returns the table of GiB per GPU, by part and by way to shard weights, and of a node's host if it has any.
-
-    Args:
-        parts: text for the fields that are shown.
-    """
+    `parts`: text for the fields that are shown."""
     table = plain_table(*(SHARDING_NAMES[sharding] for sharding in ways))
     for part, words in parts.items():
         table.add_row(words, *(in_gib(getattr(memory, part)) for memory in ways.values()))

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
 import distca_hf
 from distca_hf import Pipeline, telemetry
-from distca_hf.analysis import command as pictures
 from distca_hf.analysis.profiles.__main__ import write
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.report.run_folder import TraceIndex, read_folder
@@ -112,7 +110,6 @@ def saves(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write_run(tmp_path / "run", ranks=1)
     report = replace(read_folder(tmp_path / "run"), steps=())
     file = TraceFile(str(tmp_path / "here"))
-    monkeypatch.setattr(pictures, "figure_of", lambda answer: Figure((1, answer)))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "here" / "error.json"))
 
     def write_trace(folder: Path) -> None:
@@ -132,9 +129,6 @@ def saves(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def page(value: float) -> Callable[[Path], object]:
         return lambda folder: write_page(replace(report, title=f"{value}"), folder / "report.html", named=True)
-
-    def picture(value: float) -> Callable[[Path], object]:
-        return lambda folder: pictures.draw_answer(value, folder / "plot.png")  # type: ignore[arg-type]
 
     def error(value: float) -> Callable[[Path], object]:
         return lambda folder: telemetry.leave_for_launcher(f"{value}")
@@ -159,7 +153,6 @@ def saves(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             lambda folder: write(profiles[NEW], folder / "profile.json"),
             lambda folder: ClusterProfile.load(folder / "profile.json").made.remarks,
         ),
-        "picture": Save(picture(OLD), picture(NEW), lambda folder: (folder / "plot.png").read_bytes()),
         "error for the launcher": Save(
             lambda folder: None,
             error(NEW),
@@ -170,7 +163,7 @@ def saves(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 NAMES = (
     *("parts over parts", "parts over a single file", "training", "traces of an earlier run", "one more trace"),
-    *("report", "profile", "picture", "error for the launcher"),
+    *("report", "profile", "error for the launcher"),
 )
 
 
@@ -203,7 +196,7 @@ def test_old_or_new_is_whole_whatever_fails(name: str, saves: dict[str, Save], t
 
 
 # Saves whose names nobody has typed.
-PREDICTABLE = [name for name in NAMES if name not in ("report", "profile", "picture")]
+PREDICTABLE = [name for name in NAMES if name not in ("report", "profile")]
 
 
 @pytest.mark.parametrize("name", PREDICTABLE)

@@ -31,14 +31,7 @@ from transformers import (
 
 from distca_hf.analysis.check.trial import Make
 from distca_hf.analysis.decoder_size import MLP_MATRICES
-from distca_hf.analysis.models import (
-    CONFIG_FILE,
-    PRESETS,
-    attention_parameters,
-    content_of,
-    read_config,
-    without_hub,
-)
+from distca_hf.analysis.models import CONFIG_FILE, PRESETS, attention_parameters, content_of, read_config, without_hub
 from distca_hf.errors import ConfigError, did_you_mean, first_line
 from distca_hf.integrations.models.structure import IMPLEMENTATION
 
@@ -56,13 +49,8 @@ AUTO: tuple[tuple[Any, Any], ...] = (
 )
 # Model types of built-in names, by how they begin: the longest match counts.
 TYPES_OF_PRESETS = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "mixtral": "mixtral",
-    "qwen2.5": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3-30b-a3b": "qwen3_moe",
-    "qwen3-235b-a22b": "qwen3_moe",
+    **{"llama": "llama", "mistral": "mistral", "mixtral": "mixtral", "qwen2.5": "qwen2", "qwen3": "qwen3"},
+    **dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), "qwen3_moe"),
 }
 # By model type: name of the number of experts, that number, and the experts per token.
 EXPERTS = {"mixtral": ("num_local_experts", 8, 2), "qwen3_moe": ("num_experts", 128, 8)}
@@ -70,12 +58,7 @@ EXPERTS = {"mixtral": ("num_local_experts", 8, 2), "qwen3_moe": ("num_experts", 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to check.
-
-    Attributes:
-        name: as it is printed.
-        make: builds the class from a configuration.
-    """
+    """A model to check. `name`: as it is printed. `make`: builds the class from a configuration."""
 
     name: str
     config: PreTrainedConfig
@@ -83,29 +66,16 @@ class Candidate:
     class_name: str
 
     def outline(self, implementation: str | None = IMPLEMENTATION) -> PreTrainedModel:
-        """Returns the model on torch's meta device, without memory for weights.
-
-        Args:
-            implementation: of attention; None for the class's default.
-
-        Raises:
-            Exception: whatever the class raises for this configuration.
-        """
+        """Returns the model on torch's meta device, without memory for weights. `implementation`: of attention; None
+        for the class's default."""
         asked = {} if implementation is None else {"attn_implementation": implementation}
         with torch.device("meta"):
             return self.make(copy.deepcopy(self.config), **asked)
 
 
 def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
-    """Returns the model of a name.
-
-    Args:
-        name: see above.
-        trust_remote_code: whether Python code next to a configuration may run.
-
-    Raises:
-        ConfigError: there is no such model, its configuration is not understood, or its own code is not trusted.
-    """
+    """Returns the model of a name. `name`: see above. `trust_remote_code`: whether Python code next to a configuration
+    may run."""
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return _of_file(Path(name), trust_remote_code)
     if name.lower() in PRESETS:
@@ -155,7 +125,6 @@ def _type_hint(name: str) -> str:
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
-    """Returns the model of a config.json, or of a folder."""
     file = path / CONFIG_FILE if path.is_dir() else path
     values = read_config(file)
     model_type = values.get("model_type")
@@ -203,7 +172,6 @@ def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool
 
 
 def _of_preset(name: str) -> Candidate:
-    """Returns the model of a built-in name of `distca plan`."""
     shape = PRESETS[name]
     size, heads = shape.size, shape.heads
     assert size is not None
@@ -273,7 +241,6 @@ def _is_model_class(found: Any) -> bool:
 
 
 def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """Returns the default configuration of a class."""
     try:
         return config_class()
     except Exception as error:  # as above
@@ -283,7 +250,6 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _architecture(config: PreTrainedConfig) -> str | None:
-    """Returns the class that a configuration was saved from, if it names one."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if isinstance(architectures, list) and architectures else None
 

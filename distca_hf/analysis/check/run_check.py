@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
@@ -25,19 +26,7 @@ from distca_hf.analysis.fit import MOST_TOKENS, Job, JobMemory, memory_of
 from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing, Memory, Sharding, TrainingSetup
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
-from distca_hf.analysis.tables import (
-    CHECKPOINTING,
-    Terminal,
-    accumulation,
-    block,
-    counted,
-    in_tiles,
-    memory_table,
-    of_host,
-    plain_table,
-    print_blocks,
-    print_json,
-)
+from distca_hf.analysis.tables import counted
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
@@ -50,12 +39,7 @@ WORKS, REFUSED = 0, 1
 
 @dataclass(frozen=True)
 class CheckAnswer:
-    """The answer.
-
-    Attributes:
-        size: numbers of weights; None if they could not be counted.
-        found: memory of the job.
-    """
+    """The answer. `size`: numbers of weights; None if they could not be counted. `found`: memory of the job."""
 
     candidate: Candidate
     job: Job
@@ -65,25 +49,20 @@ class CheckAnswer:
 
     @property
     def memory(self) -> dict[Sharding, Memory]:
-        """Memory by way to shard weights; empty if it is not known."""
         return self.found.of_ways
 
     @property
     def fits(self) -> dict[Sharding, bool]:
-        """Whether each way fits the GPU and the host."""
         return {way: self.job.room.fits(memory, self.job.setup.num_ranks) for way, memory in self.memory.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything, with bytes and tokens as whole numbers."""
         job, verdict, setup = self.job, self.verdict, self.job.setup
         return {
             "model": self.candidate.name,
             "class": self.candidate.class_name,
             "model_type": self.candidate.config.model_type,
             "status": verdict.status,
-            "reasons": list(verdict.reasons),
-            "limits": list(verdict.limits),
-            "notes": list(verdict.notes),
+            **{name: getattr(verdict, name) for name in ("reasons", "limits", "notes")},
             "cuts_documents": verdict.cuts_documents,
             "longest_document_tokens": verdict.longest_document_tokens,
             "layers": [
@@ -94,11 +73,8 @@ class CheckAnswer:
             "gpu": asdict(job.gpu),
             "gpus": setup.num_ranks,
             "tokens_per_rank": job.tokens_per_rank,
-            "micro_steps": setup.micro_steps,
-            "checkpointing": setup.checkpointing,
-            "liger": setup.liger,
-            "mlp_tokens": setup.mlp_tokens,
-            "attention_kv_heads": setup.attention_kv_heads,
+            **{name: getattr(setup, name) for name in ("micro_steps", "checkpointing", "liger")},
+            **{name: getattr(setup, name) for name in ("mlp_tokens", "attention_kv_heads")},
             "offload_params": setup.state_on_host,
             "ranks_per_node": job.ranks_per_node,
             "host_gib": job.host_gib,
@@ -116,11 +92,7 @@ class CheckAnswer:
 
 def run_check(options: CheckOptions) -> int:
     """Runs `distca check`, and returns its exit status. Prints output at the very end: nothing is printed before an
-    error.
-
-    Raises:
-        ConfigError: an option or the model is wrong.
-    """
+    error."""
     setup = TrainingSetup(
         options.gpus,
         checkpointing=cast(Checkpointing, options.checkpointing),  # the job refuses any other
@@ -136,31 +108,27 @@ def run_check(options: CheckOptions) -> int:
         with contextlib.nullcontext() if options.trust_remote_code else without_hub():
             answer = check(candidate, job)
     if options.as_json:
-        print_json(answer.as_json())
+        tables.print_json(answer.as_json())
     else:
-        print_blocks(Terminal(), answer_blocks(answer, options.numerics))
+        tables.print_blocks(tables.Terminal(), answer_blocks(answer, options.numerics))
     return REFUSED if answer.verdict.status == "refused" else WORKS
 
 
 def check(candidate: Candidate, job: Job) -> CheckAnswer:
-    """Judges a model for a training, and estimates its memory.
-
-    Raises:
-        ConfigError: the model cannot be built.
-    """
+    """Judges a model for a training, and estimates its memory."""
     verdict, outline = judge_quietly(candidate, job.gpu, job.capacity_tokens)
     size, states = decoder_size(outline, list(verdict.kinds)), state_size_of(outline)
     if states is None and any(kind.mixer for kind in verdict.kinds) and not verdict.whole_documents:
-        unknown = "the size of states that travel between ranks is not known, and left out of the memory"
-        verdict = replace(verdict, notes=(*verdict.notes, unknown))
+        verdict.notes.append("the size of states that travel between ranks is not known, and left out of the memory")
     if job.setup.mlp_tokens and size is not None and not size.tiles_mlps:
-        reason = f"no layer has an MLP that runs on {job.setup.mlp_tokens:,} tokens at a time: leave --mlp-tokens out"
-        verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, reason))
+        verdict.reasons.append(
+            f"no layer has an MLP that runs on {job.setup.mlp_tokens:,} tokens at a time: leave --mlp-tokens out"
+        )
     if job.setup.attention_kv_heads:
         try:
             tiled_attention(outline, job.setup.attention_kv_heads)
         except ConfigError as error:
-            verdict = replace(verdict, status="refused", reasons=(*verdict.reasons, str(error)))
+            verdict.reasons.append(str(error))
     found = JobMemory({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
     return CheckAnswer(candidate, job, verdict, size, found)
 
@@ -219,7 +187,7 @@ def answer_blocks(answer: CheckAnswer, with_numerics: bool = False) -> Iterator[
         table.add_column(overflow="fold")
         for numbers, kind in grouped(verdict.kinds):
             table.add_row(ranges(numbers), kind.in_words())
-        yield block("layers", table, *([HEADS] if any(kind.heads for kind in verdict.kinds) else []))
+        yield tables.block("layers", table, *([HEADS] if any(kind.heads for kind in verdict.kinds) else []))
     if verdict.kernels:
         yield _kernels(answer)
     if answer.memory and verdict.status != "refused":
@@ -229,7 +197,6 @@ def answer_blocks(answer: CheckAnswer, with_numerics: bool = False) -> Iterator[
 
 
 def _verdict(answer: CheckAnswer) -> RenderableType:
-    """Returns the model, the verdict, and every reason, limit and note on its own line."""
     verdict, candidate = answer.verdict, answer.candidate
     parameters = "" if answer.size is None else f", {answer.size.parameters / 1e9:.3g}B parameters"
     lines: list[RenderableType] = [
@@ -273,23 +240,23 @@ def _memory(answer: CheckAnswer) -> RenderableType:
     job fit."""
     job, setup, of_ways = answer.job, answer.job.setup, answer.memory.values()
     parts = {part: words for part, words in PARTS.items() if any(getattr(memory, part) for memory in of_ways)}
-    table = memory_table(answer.memory, parts, job.room, setup.num_ranks)
+    table = tables.memory_table(answer.memory, parts, job.room, setup.num_ranks)
     table.add_row("largest tokens per rank", *map(_tokens, answer.found.largest_tokens.values()))
     if not setup.liger:
         table.add_row("the same with --liger", *map(_tokens, answer.found.with_liger_tokens.values()))
     document = "" if answer.verdict.whole_documents else ", one document of all of them"
-    tiles = in_tiles(setup.mlp_tokens, setup.attention_kv_heads)
+    tiles = tables.in_tiles(setup.mlp_tokens, setup.attention_kv_heads)
     words = (
         f"Estimated for {counted(setup.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "
-        f"all weights trained in fp32 with AdamW, computed in bf16; {CHECKPOINTING[setup.checkpointing]} "
+        f"all weights trained in fp32 with AdamW, computed in bf16; {tables.CHECKPOINTING[setup.checkpointing]} "
         f"(--checkpointing); {tiles}{'with' if setup.liger else 'without'} Liger's kernels and loss; "
         f"{USABLE_SHARE:.0%} of {job.gpu.gib:g} GiB may be used."
     ).replace("%", " %")
-    words += of_host(answer.memory, setup.state_on_host)
+    words += tables.of_host(answer.memory, setup.state_on_host)
     parameters = 0 if answer.size is None else answer.size.parameters
-    words += accumulation(parameters, setup.num_ranks, setup.micro_steps)
+    words += tables.accumulation(parameters, setup.num_ranks, setup.micro_steps)
     unfit = [f"Does not fit: {answer.found.advice}."] if answer.found.advice else []
-    return block("GiB per GPU, estimated", table, words, *unfit)
+    return tables.block("GiB per GPU, estimated", table, words, *unfit)
 
 
 def _tokens(tokens: int) -> str:
@@ -298,8 +265,7 @@ def _tokens(tokens: int) -> str:
 
 
 def _numerics(numerics: Numerics) -> RenderableType:
-    """Returns the three differences."""
-    table = plain_table("")
+    table = tables.plain_table("")
     logits = "-" if numerics.logits is None else f"{numerics.logits:.1e}"
     table.add_row("logits", logits)
     table.add_row("loss", f"{numerics.loss:.1e}")
@@ -311,4 +277,4 @@ def _numerics(numerics: Numerics) -> RenderableType:
         f"{numerics.num_ranks} ranks, compared with sdpa on each single document, in fp32. Up to "
         f"{LARGEST_DIFFERENCE:.0e} is rounding.{mode}"
     )
-    return block("relative differences", table, words)
+    return tables.block("relative differences", table, words)

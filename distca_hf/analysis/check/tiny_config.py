@@ -152,11 +152,7 @@ def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def tiny_version(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a small configuration with the flags, names, factors and kinds of layers of this one.
-
-    Raises:
-        Exception: the class refuses them together with small sizes.
-    """
+    """Returns a small configuration with the flags, names, factors and kinds of layers of this one."""
     return type(config)(**_settings_like(config))
 
 
@@ -223,7 +219,6 @@ def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _parts(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """Returns classes of the parts that a class has by default, by name."""
     if hasattr(config_class, "sub_configs_defaults"):
         parts = config_class.sub_configs_defaults.items()
         return {

@@ -39,19 +39,15 @@ Make = Callable[..., PreTrainedModel]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model so small that it trains a step in a fraction of a second.
-
-    Attributes:
-        make: builds its class: `from_config` of one of Transformers' auto classes, or `_from_config` of a class.
-        trains: whether it is in training mode, in which some classes draw random numbers.
-    """
+    """A model so small that it trains a step in a fraction of a second. `make`: builds its class: `from_config` of one
+    of Transformers' auto classes, or `_from_config` of a class. `trains`: whether it is in training mode, in which
+    some classes draw random numbers."""
 
     config: PreTrainedConfig
     make: Make
     trains: bool = True
 
     def num_parameters(self) -> int:
-        """Returns the number of parameters, without their memory."""
         with torch.device("meta"):
             return int(self.make(copy.deepcopy(self.config)).num_parameters())
 
@@ -74,22 +70,17 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class Step:
-    """Loss of one training step, and gradients of all parameters one after the other.
-
-    Attributes:
-        logits: `[tokens, vocabulary]` of all documents one after the other; None if the model returns none.
-    """
+    """Loss of one training step, and gradients of all parameters one after the other. `logits`: `[tokens, vocabulary]`
+    of all documents one after the other; None if the model returns none."""
 
     loss: float
     gradients: torch.Tensor
     logits: torch.Tensor | None = None
 
     def difference(self, other: "Step") -> float:
-        """Returns the larger one of the relative differences of losses and gradients."""
         return largest([self.loss_difference(other), self.gradient_difference(other)])
 
     def loss_difference(self, other: "Step") -> float:
-        """Returns the difference of losses over the other loss."""
         return abs(self.loss - other.loss) / abs(other.loss)
 
     def gradient_difference(self, other: "Step") -> float:
@@ -144,11 +135,8 @@ def step_alone(model: PreTrainedModel) -> Step:
 
 
 def loss_alone(model: PreTrainedModel, logits: list[torch.Tensor] | None = None) -> float:
-    """Returns the loss of the step on whole documents, each by itself, and computes its gradients.
-
-    Args:
-        logits: gets `[tokens, vocabulary]` of each document; documents without labels are run only for these.
-    """
+    """Returns the loss of the step on whole documents, each by itself, and computes its gradients. `logits`: gets
+    `[tokens, vocabulary]` of each document; documents without labels are run only for these."""
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
     total = 0.0
@@ -195,7 +183,6 @@ def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
 
 
 def _mean(ranks: list[tuple[Step, torch.Tensor]]) -> Step:
-    """Returns the mean of steps, and all logits in the order of documents, from the steps and rows of all ranks."""
     steps = [step for step, _ in ranks]
     gradients = torch.stack([step.gradients for step in steps]).mean(0)
     logits = None
@@ -239,12 +226,10 @@ class Numerics:
 
     @property
     def agree(self) -> bool:
-        """Whether all differences are rounding."""
         differences = [self.loss, self.gradients, *([] if self.logits is None else [self.logits])]
         return all(difference <= LARGEST_DIFFERENCE for difference in differences)
 
     def in_words(self) -> str:
-        """Returns the differences as text."""
         logits = "" if self.logits is None else f"logits by {self.logits:.1e}, "
         return f"{logits}loss by {self.loss:.1e}, gradients by {self.gradients:.1e}"
 

@@ -24,13 +24,7 @@ from distca_hf.analysis.decoder_size import MLP_MATRICES, DecoderSize, LayerSize
 from distca_hf.config import KernelName
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.flops import Gpu
-from distca_hf.integrations.models.check import (
-    REMEDY,
-    KernelNeed,
-    PositionLimits,
-    kernel_needs,
-    refusals,
-)
+from distca_hf.integrations.models.check import REMEDY, KernelNeed, PositionLimits, kernel_needs, refusals
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers, layer_kinds, ranges
 from distca_hf.integrations.models.head_tiles import head_refusals
 from distca_hf.integrations.models.mixers import needs_whole_documents
@@ -53,12 +47,9 @@ MOST_PARAMETERS = 30_000_000
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernels for layers with the same needs.
-
-    Attributes:
-        able: kernels that can compute them, the fastest first; the first installed one is taken.
-        unable: why each other kernel for this kind of device cannot; without kernels that are taken only by name.
-    """
+    """Kernels for layers with the same needs. `able`: kernels that can compute them, the fastest first; the first
+    installed one is taken. `unable`: why each other kernel for this kind of device cannot; without kernels that are
+    taken only by name."""
 
     need: KernelNeed
     layers: tuple[str, ...]
@@ -81,7 +72,6 @@ class KernelChoice:
         return KERNELS[self.able[0]].install
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the need and the kernels by name."""
         return {
             "layers": list(self.layers),
             "heads": asdict(self.need.heads),
@@ -136,16 +126,14 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
 
 
 def _numbers(module: nn.Module) -> int:
-    """Returns the numbers of all weights of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verdict:
-    """The verdict on a model.
+    """The verdict on a model, as it is found.
 
     Attributes:
-        status: see above.
         reasons: why it is refused; empty if it is not.
         limits: limits of a training, each a sentence.
         notes: further sentences.
@@ -155,47 +143,33 @@ class Verdict:
         numerics: of the tiny version; None if it was not tried, or was refused.
     """
 
-    status: Status
-    reasons: tuple[str, ...]
-    limits: tuple[str, ...]
-    notes: tuple[str, ...]
-    kinds: tuple[DecoderLayerKind, ...]
-    kernels: tuple[KernelChoice, ...]
-    longest_document_tokens: int | None
-    whole_documents: bool
-    numerics: Numerics | None
-
-    @property
-    def cuts_documents(self) -> bool:
-        """Whether documents may be cut between ranks."""
-        return self.status != "refused" and not self.whole_documents
-
-
-@dataclass
-class _Findings:
-    """Reasons, limits and notes so far."""
-
     reasons: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    kinds: tuple[DecoderLayerKind, ...] = ()
+    kernels: list[KernelChoice] = field(default_factory=list)
+    longest_document_tokens: int | None = None
+    whole_documents: bool = False
     numerics: Numerics | None = None
+
+    @property
+    def status(self) -> Status:
+        return "refused" if self.reasons else "works with limits" if self.limits else "works"
+
+    @property
+    def cuts_documents(self) -> bool:
+        return not self.reasons and not self.whole_documents
 
 
 def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = True) -> tuple[Verdict, PreTrainedModel]:
-    """Judges a model; returns the verdict, and the model on torch's meta device.
-
-    Args:
-        capacity_tokens: tokens that all ranks together hold, and so the longest document.
-        tries: whether a tiny version trains a step, if the model is not refused before.
-
-    Raises:
-        ConfigError: the class cannot be built with this configuration.
-    """
-    found = _Findings()
+    """Judges a model; returns the verdict, and the model on torch's meta device. `capacity_tokens`: tokens that all
+    ranks together hold, and so the longest document. `tries`: whether a tiny version trains a step, if the model is
+    not refused before."""
+    found = Verdict()
     model = _outline(candidate, found)
-    kinds = tuple(layer_kinds(model))
+    found.kinds, found.whole_documents = tuple(layer_kinds(model)), needs_whole_documents(model)
     position_limits = PositionLimits(model)
-    longest = position_limits.longest_tokens
+    found.longest_document_tokens = longest = position_limits.longest_tokens
     if not found.reasons:
         # Too long documents are refused by their lengths; they are not a reason to refuse the model.
         longest_accepted = min(capacity_tokens, longest) if longest else 1
@@ -206,28 +180,17 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         if others:
             found.reasons.append(f"every batch needs {' and '.join(others)}, and documents are only text")
     _quantised(candidate.config, found)
-    choices = _kernels(model, gpu, capacity_tokens, found)
-    whole = needs_whole_documents(model)
+    found.kernels = _kernels(model, gpu, capacity_tokens, found)
     if not found.reasons:
-        _limits(model, kinds, position_limits, choices, capacity_tokens, whole, gpu, found)
+        _limits(model, position_limits, capacity_tokens, gpu, found)
     if tries and not found.reasons:
         _try(candidate, found)
-    status: Status = "refused" if found.reasons else "works with limits" if found.limits else "works"
-    verdict = Verdict(
-        status=status,
-        reasons=tuple(found.reasons),
-        limits=() if found.reasons else tuple(found.limits),
-        notes=tuple(found.notes),
-        kinds=kinds,
-        kernels=tuple(choices),
-        longest_document_tokens=longest,
-        whole_documents=whole,
-        numerics=found.numerics,
-    )
-    return verdict, model
+    if found.reasons:
+        found.limits.clear()
+    return found, model
 
 
-def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
+def _quantised(config: PreTrainedConfig, found: Verdict) -> None:
     """Adds Trainer's refusal of quantised weights (`validate_quantization_for_training`), which it does not train."""
     parts = (config, config.get_text_config())
     given = [part.quantization_config for part in parts if getattr(part, "quantization_config", None) is not None]
@@ -261,7 +224,7 @@ def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
         found.reasons.append(f"{words}, nor adapters of them; take a checkpoint in bfloat16")
 
 
-def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:
+def _outline(candidate: Candidate, found: Verdict) -> PreTrainedModel:
     """Returns the model without weights, with another attention if Transformers refuses distca for it."""
     try:
         return candidate.outline()
@@ -280,7 +243,7 @@ def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:
     return model
 
 
-def _kernels(model: PreTrainedModel, gpu: Gpu, capacity_tokens: int, found: _Findings) -> list[KernelChoice]:
+def _kernels(model: PreTrainedModel, gpu: Gpu, capacity_tokens: int, found: Verdict) -> list[KernelChoice]:
     """Returns the kernels for the layers of a model. Layers that no kernel computes are a reason to refuse it."""
     if not attention_layers(model):
         return []
@@ -308,18 +271,11 @@ def _kernels(model: PreTrainedModel, gpu: Gpu, capacity_tokens: int, found: _Fin
 
 
 def _limits(
-    model: PreTrainedModel,
-    kinds: tuple[DecoderLayerKind, ...],
-    position_limits: PositionLimits,
-    choices: list[KernelChoice],
-    capacity_tokens: int,
-    whole: bool,
-    gpu: Gpu,
-    found: _Findings,
+    model: PreTrainedModel, position_limits: PositionLimits, capacity_tokens: int, gpu: Gpu, found: Verdict
 ) -> None:
-    """Adds limits and notes of a model that is not refused."""
-    if whole:
-        layers = ranges([number for number, kind in enumerate(kinds) if kind.whole_documents])
+    choices = found.kernels
+    if found.whole_documents:
+        layers = ranges([number for number, kind in enumerate(found.kinds) if kind.whole_documents])
         found.limits.append(
             f"documents stay whole on a rank, because layers {layers} carry a state that cannot travel: in placed "
             "batches none may have more than tokens_per_rank tokens"
@@ -342,8 +298,7 @@ def _limits(
         )
 
 
-def _try(candidate: Candidate, found: _Findings) -> None:
-    """Trains a step of a tiny version on two ranks, and adds the result."""
+def _try(candidate: Candidate, found: Verdict) -> None:
     tiny = make_tiny(candidate)
     if tiny is None:
         found.limits.append("it was not tried: no tiny version of its configuration could be built")

@@ -11,7 +11,9 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_FILE, ClusterProfile, LinkTimes
@@ -19,12 +21,47 @@ from distca_hf.analysis.profiles.curves import kernel_times_of
 from distca_hf.analysis.profiles.layers import LayerSize
 from distca_hf.analysis.profiles.measure import Grid, Measuring
 from distca_hf.analysis.profiles.measure_links import MeasuringRanks
-from distca_hf.config import DistCAConfig
+from distca_hf.config import DistCAConfig, KernelName
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.launched import launched_local_rank, launched_nodes, launched_world_size
 from distca_hf.whole_file import replaced
+
+
+if TYPE_CHECKING:
+    from distca_hf.analysis.options import ProfileOptions
+
+
+# Processes on a machine without GPUs.
+CPU_PROCESSES = 2
+
+
+def launch_line(options: "ProfileOptions") -> list[str]:
+    """Returns the command with which `distca profile` measures on this node."""
+    gpus = torch.cuda.device_count()
+    if not options.cpu and not gpus:
+        raise ConfigError("this machine has no GPU to measure; --cpu shows with tiny sizes how it works")
+    number = options.processes if options.processes is not None else CPU_PROCESSES if options.cpu else gpus
+    if number < 1:
+        raise ConfigError(f"--processes {number} must be at least 1")
+    if not options.cpu and number > gpus:
+        raise ConfigError(f"--processes {number}: this machine has {gpus} GPUs")
+    DistCAConfig(kernel=cast(KernelName, options.kernel))  # refuses any other
+    find_model(options.model)
+    if options.as_between_nodes is not None:
+        ClusterProfile.load(options.as_between_nodes)
+        if number < 2:
+            raise ConfigError(f"--as-between-nodes with --processes {number}: the network needs two processes or more")
+    target = options.as_between_nodes or options.output
+    if target.is_dir():
+        raise ConfigError(f"{target} cannot be written: it is a folder")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"{target} cannot be written: its folder is missing")
+    line = ["torchrun", "--nproc-per-node", str(number), "-m", "distca_hf.analysis.profiles"]
+    line += ["--as-between-nodes" if options.as_between_nodes else "--output", str(target)]
+    line += ["--model", options.model, "--kernel", options.kernel, *["--cpu"] * options.cpu]
+    return [*line, *["--remarks", options.remarks] * bool(options.remarks), *["--json"] * options.as_json]
 
 
 def main_figures(profile: ClusterProfile, file: Path) -> dict[str, Any]:
@@ -45,21 +82,13 @@ def main_figures(profile: ClusterProfile, file: Path) -> dict[str, Any]:
     def of_links(links: LinkTimes | None) -> dict[str, float] | None:
         if links is None:
             return None
-        return {
-            "ranks": links.ranks,
-            "exchange_bytes_per_second": links.num_bytes[-1] / links.exchange[-1],
-            "all_gather_bytes_per_second": links.num_bytes[-1] / links.all_gather[-1],
-            "reduce_scatter_bytes_per_second": links.num_bytes[-1] / links.reduce_scatter[-1],
-            "exchange_latency_seconds": links.exchange[0],
-        }
+        kinds, most = ("exchange", "all_gather", "reduce_scatter"), links.num_bytes[-1]
+        rates = {f"{kind}_bytes_per_second": most / getattr(links, kind)[-1] for kind in kinds}
+        return {"ranks": links.ranks, **rates, "exchange_latency_seconds": links.exchange[0]}
 
     return {
         "file": str(file),
-        "device": made.device,
-        "kernel": made.kernel,
-        "processes": made.processes,
-        "nodes": made.nodes,
-        "date": made.date,
+        **{name: getattr(made, name) for name in ("device", "kernel", "processes", "nodes", "date")},
         "matrix_flops": profile.rates.matrix_flops,
         "attention_tokens": int(attention.square_tokens[-1]),
         "attention_forward_flops": flops / attention.square_forward[-1],
@@ -94,11 +123,7 @@ def in_words(figures: Mapping[str, Any]) -> str:
 
 
 def write(profile: ClusterProfile, path: Path) -> None:
-    """Writes a profile; the file can also be given to the setting `kernel_times`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Writes a profile; the file can also be given to the setting `kernel_times`."""
     content = profile.as_json() | {"kernel_times": kernel_times_of(profile.attention[0])}
     try:
         with replaced(path, named=path != DEFAULT_FILE) as unfinished:
@@ -108,11 +133,7 @@ def write(profile: ClusterProfile, path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures, and writes the file and prints its main figures on rank 0.
-
-    Raises:
-        SystemExit: bad input; with status 2 and one line.
-    """
+    """Measures, and writes the file and prints its main figures on rank 0."""
     options = _parse(arguments)
     try:
         _measure(options, shlex.join(["torchrun", "-m", "distca_hf.analysis.profiles", *arguments]))

@@ -239,7 +239,6 @@ class ClusterProfile:
     source: str = ""
 
     def summary(self) -> dict[str, str]:
-        """Returns what names the profile in output."""
         made = self.made
         return {"source": self.source, "date": made.date, "device": made.device, "remarks": made.remarks}
 
@@ -259,11 +258,7 @@ class ClusterProfile:
 
     @classmethod
     def from_json(cls, content: object, source: str) -> "ClusterProfile":
-        """Returns the profile of a file's content.
-
-        Raises:
-            ConfigError: see `load`.
-        """
+        """Returns the profile of a file's content."""
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise ConfigError(f"{source} is not a cluster profile; `distca profile --output cluster.json` writes one")
         schema = content.get("schema")
@@ -336,11 +331,7 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def find_profile(name: str) -> ClusterProfile:
-    """Returns the profile of a file, or the shipped one of a name.
-
-    Raises:
-        ConfigError: there is neither. For a GPU without a profile, names the nearest GPU with one.
-    """
+    """Returns the profile of a file, or the shipped one of a name."""
     shipped = shipped_profiles()
     if name.lower() in shipped:
         return replace(ClusterProfile.load(shipped[name.lower()]), source=name.lower())
@@ -382,5 +373,4 @@ def known_gib(profile: ClusterProfile) -> float | None:
 
 
 def _peak(name: str) -> float | None:
-    """Returns the peak of a GPU by a short name, such as h100 or a100."""
     return peak_flops(name.replace("_", " "))

@@ -39,23 +39,18 @@ class Beyond(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the seconds whose sizes were not measured."""
         return self.outside_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass
 class Notes:
-    """Collects notes about times that were extrapolated, or measured on other hardware; each once.
-
-    Attributes:
-        words: notes as text, in the order in which they were added.
-    """
+    """Collects notes about times that were extrapolated, or measured on other hardware; each once. `words`: notes as
+    text, in the order in which they were added."""
 
     words: dict[str, None] = field(default_factory=dict)
     beyond: dict[str, Beyond] = field(default_factory=dict)
 
     def add(self, words: str) -> None:
-        """Adds a note."""
         self.words[words] = None
 
     def count(self, name: str, sizes: FloatArray, seconds: FloatArray, lowest: float, highest: float) -> None:
@@ -67,13 +62,11 @@ class Notes:
         self._add(name, Beyond(lowest, highest, float(sizes.max()), *of_seconds))
 
     def merge(self, other: "Notes") -> None:
-        """Adds the notes of another process."""
         self.words.update(other.words)
         for name, beyond in other.beyond.items():
             self._add(name, beyond)
 
     def lines(self) -> list[str]:
-        """Returns all notes that matter, as sentences."""
         return [
             *self.words,
             *(
@@ -111,7 +104,6 @@ class Curve:
 
     @classmethod
     def of(cls, name: str, sizes: Sequence[float], seconds: Sequence[float], power: float = 1.0) -> "Curve":
-        """Returns the curve through some measurements."""
         return cls(name, np.array(sizes, dtype=np.float64), np.array(seconds, dtype=np.float64), power)
 
     def at(self, sizes: FloatArray | float, notes: Notes) -> FloatArray:

@@ -44,11 +44,7 @@ NO_ATTENTION = "distca_profile_without_attention"
 
 @dataclass(frozen=True)
 class Clock:
-    """Times calls of a device.
-
-    Attributes:
-        enough_seconds: a call is repeated until it has taken this long in total.
-    """
+    """Times calls of a device. `enough_seconds`: a call is repeated until it has taken this long in total."""
 
     device: torch.device
     enough_seconds: float = 0.06
@@ -105,11 +101,8 @@ class TaskSize:
 
 @dataclass(frozen=True)
 class AttentionBench:
-    """The kernel of a device, and how large calls are.
-
-    Attributes:
-        call_queries, call_keys: a call of short tasks has about this many queries, and at most this many keys.
-    """
+    """The kernel of a device, and how large calls are. `call_queries`, `call_keys`: a call of short tasks has about
+    this many queries, and at most this many keys."""
 
     clock: Clock
     kernel: Kernel
@@ -122,14 +115,7 @@ class AttentionBench:
     def choose(
         cls, clock: Clock, name: KernelName, heads: tuple[int, int, int], call_queries: int, call_keys: int
     ) -> "AttentionBench":
-        """Chooses the kernel as training does.
-
-        Args:
-            heads: query heads, KV heads, and the dimension of a head.
-
-        Raises:
-            UnsupportedAttentionError: no kernel can compute these heads.
-        """
+        """Chooses the kernel as training does. `heads`: query heads, KV heads, and the dimension of a head."""
         dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
         query, key_value, dim = heads
         q, k = (torch.empty(1, number, dim, device=clock.device, dtype=dtype) for number in (query, key_value))
@@ -275,12 +261,8 @@ class LayerBench:
         return 2 * size**3 / self.clock.seconds(lambda: torch.matmul(left, right, out=out))
 
     def rates(self, size: int, hidden_size: int, tokens: int, words: int) -> DeviceRates:
-        """Returns rates of everything that is not measured by size.
-
-        Args:
-            size: of matrices and of copies, in rows and columns.
-            hidden_size, tokens, words: of the head.
-        """
+        """Returns rates of everything that is not measured by size. `size`: of matrices and of copies, in rows and
+        columns. `hidden_size`, `tokens`, `words`: of the head."""
         device = self.clock.device
         source = torch.randn(16 * size * size, device=device).to(self.dtype)
         target = torch.empty_like(source)

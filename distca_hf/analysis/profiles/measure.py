@@ -7,8 +7,7 @@ measure layers, and the mean is kept. Links are measured last.
 import platform
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -16,13 +15,12 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from distca_hf.analysis.profiles.cluster_profile import (
     AttentionTimes,
     ClusterProfile,
     DeviceRates,
+    LayerTimes,
     LinkTimes,
     Made,
 )
@@ -46,14 +44,47 @@ LAYER_TOKENS, WIDE_LAYER_TOKENS, WIDE = (4096, 16_384, 65_536), (4096, 16_384, 3
 
 
 @dataclass(frozen=True)
+class TableSizes:
+    """Sizes of one table of the kernel's times, see `AttentionTimes`: heads of a call, queries of squares, and queries
+    and keys of prefixes."""
+
+    heads: int
+    kv_heads: int
+    squares: tuple[int, ...]
+    prefix_queries: tuple[int, ...] = ()
+    prefix_keys: tuple[int, ...] = ()
+    window_tokens: int = 0
+
+    def task(self, queries: int, prefix: int = 0) -> TaskSize:
+        return TaskSize(queries, prefix, self.heads, self.kv_heads, self.window_tokens)
+
+    @property
+    def tasks(self) -> list[TaskSize]:
+        prefixes = [self.task(queries, keys) for queries in self.prefix_queries for keys in self.prefix_keys]
+        return [*map(self.task, self.squares), *prefixes]
+
+    def table(self, seconds: Mapping[TaskSize, tuple[float, float]], head_dim: int) -> AttentionTimes:
+        """Returns the table, from seconds of forward and backward of all tasks."""
+        squares = [[seconds[self.task(queries)][of] for queries in self.squares] for of in (0, 1)]
+        prefixes = [
+            [[seconds[self.task(queries, keys)][of] for keys in self.prefix_keys] for queries in self.prefix_queries]
+            for of in (0, 1)
+        ]
+        return AttentionTimes(
+            *(self.heads, self.kv_heads, head_dim, self.window_tokens),
+            *(tuple(map(float, self.squares)), tuple(squares[0]), tuple(squares[1])),
+            *(tuple(map(float, self.prefix_queries)), tuple(map(float, self.prefix_keys))),
+            *(tuple(map(tuple, rows)) for rows in prefixes),
+        )
+
+
+@dataclass(frozen=True)
 class Grid:
     """Sizes to measure.
 
     Attributes:
-        heads: query heads, KV heads, and the dimension of a head.
-        squares, prefix_queries, prefix_keys: of tasks with all heads.
-        group_squares, group_queries, group_keys: of tasks with one KV head and its query heads.
-        windows, window_squares: sliding windows, and the squares to measure with them.
+        head_dim: dimension of a head.
+        tables: of all heads, of one KV head and its query heads, and of sliding windows.
         call_tokens: queries and keys of a call of short tasks.
         layers: each with tokens of a call.
         rates: rows of a square matrix; hidden size, tokens and vocabulary of the head.
@@ -62,15 +93,8 @@ class Grid:
         products_beside: number of matrix products that run while collectives are measured.
     """
 
-    heads: tuple[int, int, int]
-    squares: tuple[int, ...]
-    prefix_queries: tuple[int, ...]
-    prefix_keys: tuple[int, ...]
-    group_squares: tuple[int, ...]
-    group_queries: tuple[int, ...]
-    group_keys: tuple[int, ...]
-    windows: tuple[int, ...]
-    window_squares: tuple[int, ...]
+    head_dim: int
+    tables: tuple[TableSizes, ...]
     call_tokens: tuple[int, int]
     layers: tuple[tuple[LayerSize, tuple[int, ...]], ...]
     rates: tuple[int, int, int, int]
@@ -81,110 +105,71 @@ class Grid:
     @classmethod
     def of_gpu(cls, heads: tuple[int, int, int], layer: LayerSize) -> "Grid":
         """Returns the sizes for a GPU, and a model with these heads and this layer."""
+        query, key_value, head_dim = heads
         layers = (layer, *(other for other in GPU_LAYERS if other != layer))
+        queries, keys = (128, 512, 2048, 8192, 32_768, 65_536), (512, 2048, 8192, 32_768, 131_072, 262_144)
+        group = TableSizes(query // key_value, 1, (2048, 8192, 32_768, 131_072), queries[2:5], keys[2:5])
         return cls(
-            heads=heads,
-            squares=(128, 512, 2048, 8192, 32_768, 65_536, 131_072),
-            prefix_queries=(128, 512, 2048, 8192, 32_768, 65_536),
-            prefix_keys=(512, 2048, 8192, 32_768, 131_072, 262_144),
-            group_squares=(2048, 8192, 32_768, 131_072),
-            group_queries=(2048, 8192, 32_768),
-            group_keys=(8192, 32_768, 131_072),
-            windows=(1024, 4096),
-            window_squares=(2048, 8192, 32_768, 131_072),
+            head_dim,
+            (
+                TableSizes(query, key_value, (*queries, 131_072), queries, keys),
+                *([group] if key_value > 1 else []),
+                *(TableSizes(query, key_value, group.squares, window_tokens=window) for window in (1024, 4096)),
+            ),
             call_tokens=(65_536, 524_288),
             layers=tuple((size, WIDE_LAYER_TOKENS if size.hidden_size > WIDE else LAYER_TOKENS) for size in layers),
             rates=(8192, 4096, 8192, 32_000),
             num_bytes=(MIB // 16, MIB // 2, 4 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB),
-            beside=TaskSize(32_768, 0, heads[0], heads[1]),
+            beside=TaskSize(32_768, 0, query, key_value),
             products_beside=8,
         )
 
     @classmethod
     def of_cpu(cls, heads: tuple[int, int, int]) -> "Grid":
         """Returns the sizes for a CPU."""
+        query, key_value, head_dim = heads
+        sizes = (32, 128)
+        group = TableSizes(query // key_value, 1, sizes, (32,), sizes)
+        window = TableSizes(query, key_value, sizes, window_tokens=16)
         return cls(
-            heads=heads,
-            squares=(32, 128),
-            prefix_queries=(32, 128),
-            prefix_keys=(32, 128),
-            group_squares=(32, 128),
-            group_queries=(32,),
-            group_keys=(32, 128),
-            windows=(16,),
-            window_squares=(32, 128),
+            head_dim,
+            (TableSizes(query, key_value, sizes, sizes, sizes), *([group] if key_value > 1 else []), window),
             call_tokens=(128, 256),
-            layers=((CPU_LAYER, (32, 128)),),
+            layers=((CPU_LAYER, sizes),),
             rates=(128, 64, 32, 1000),
             num_bytes=(4096, 65_536),
-            beside=TaskSize(128, 0, heads[0], heads[1]),
+            beside=TaskSize(128, 0, query, key_value),
             products_beside=1,
         )
 
-    @cached_property
-    def kinds(self) -> tuple[TaskSize, ...]:
-        """Heads and windows of the tables: all heads first."""
-        heads, kv_heads, _ = self.heads
-        full = TaskSize(0, 0, heads, kv_heads)
-        group = [TaskSize(0, 0, heads // kv_heads, 1)] if kv_heads > 1 else []
-        return full, *group, *(TaskSize(0, 0, heads, kv_heads, window) for window in self.windows)
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, and the dimension of a head."""
+        return self.tables[0].heads, self.tables[0].kv_heads, self.head_dim
 
     @cached_property
     def tasks(self) -> list[TaskSize]:
         """All tasks, most work first: ranks then get about equal work."""
-
-        def most_work(size: TaskSize) -> tuple[int, int]:
-            return -size.queries * size.keys * size.heads, size.window_tokens
-
-        tasks = []
-        for kind in self.kinds:
-            squares, queries, keys = self._sizes(kind)
-            of_kind = [(number, 0) for number in squares] + [(number, prefix) for number in queries for prefix in keys]
-            tasks += [TaskSize(*size, kind.heads, kind.kv_heads, kind.window_tokens) for size in of_kind]
-        return sorted(tasks, key=most_work)
-
-    def _sizes(self, kind: TaskSize) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        if kind.window_tokens:
-            return self.window_squares, (), ()
-        if kind.heads < self.heads[0]:
-            return self.group_squares, self.group_queries, self.group_keys
-        return self.squares, self.prefix_queries, self.prefix_keys
+        tasks = [task for table in self.tables for task in table.tasks]
+        return sorted(tasks, key=lambda size: (-size.queries * size.keys * size.heads, size.window_tokens))
 
 
 T = TypeVar("T")
 
 
 class MeasuringProgress:
-    """Shows on rank 0 what is being measured: a bar of `rich`, or lines without a terminal."""
+    """Says on rank 0, line after line on stderr, what is being measured."""
 
     def __init__(self, shown: bool, total: int) -> None:
-        self._shown, self._total, self._done, self._words = shown, total, 0, ""
-        self._advance = self._line
-
-    @contextmanager
-    def bar(self) -> Iterator[None]:
-        """Shows the bar until the block ends."""
-        if not (self._shown and sys.stderr.isatty()):
-            yield
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("", total=self._total)
-            self._advance = lambda words: progress.update(task, completed=self._done, description=words)
-            yield
+        self._shown, self._total, self._done = shown, total, 0
 
     def over(self, words: str, items: Sequence[T]) -> Iterator[T]:
-        """Yields items, and shows how many are done."""
+        """Yields items, and counts how many are done."""
+        if self._shown and items:
+            sys.stderr.write(f"measuring {words} ({self._done} of {self._total} done)\n")
         for item in items:
-            if self._shown:
-                self._advance(words)
             yield item
             self._done += 1
-
-    def _line(self, words: str) -> None:
-        if words != self._words:
-            self._words = words
-            sys.stderr.write(f"measuring {words} ({self._done} of {self._total} done)\n")
 
 
 # Seconds of matrix products before anything is timed.
@@ -210,37 +195,21 @@ class Measuring:
         kernels = (False, True) if has_liger() and self.ranks.device.type == "cuda" else (False,)
         layers = [(size, tokens, liger) for size, tokens in self.grid.layers for liger in kernels]
         progress = MeasuringProgress(self.ranks.rank == 0, len(mine) + len(layers) + 1 + len(links))
-        with progress.bar():
-            bench = LayerBench(clock, dtype)
-            clock.busy(partial(bench.matrix_flops, self.grid.rates[0]), WARM_UP_SECONDS[clock.device.type])
-            seconds = {size: attention.seconds(size) for size in progress.over("attention", mine)}
-            times = [bench.layer(*layer) for layer in progress.over("layers", layers)]
-            rates = [bench.rates(*self.grid.rates) for _ in progress.over("rates", [None])]
-            within, between = self._links(attention, progress)
-        tables = self._tables(seconds)
-        return ClusterProfile(
-            self._made(type(attention.kernel).__name__),
-            tables,
-            tuple(
-                replace(
-                    layer,
-                    forward=tuple(self._mean(layer.forward)),
-                    kept=tuple(self._mean(layer.kept)),
-                    backward=tuple(self._mean(layer.backward)),
-                )
-                for layer in times
-            ),
-            self._mean_rates(rates[0]),
-            within,
-            between,
-        )
+        bench = LayerBench(clock, dtype)
+        clock.busy(partial(bench.matrix_flops, self.grid.rates[0]), WARM_UP_SECONDS[clock.device.type])
+        seconds = {size: attention.seconds(size) for size in progress.over("attention", mine)}
+        times = [bench.layer(*layer) for layer in progress.over("layers", layers)]
+        rates = [bench.rates(*self.grid.rates) for _ in progress.over("rates", [None])]
+        within, between = self._links(attention, progress)
+        made, tables = self._made(type(attention.kernel).__name__), self._tables(seconds)
+        layers_of_all = tuple(map(self._mean_layer, times))
+        return ClusterProfile(made, tables, layers_of_all, self._mean_rates(rates[0]), within, between)
 
     def links_of(self, profile: ClusterProfile) -> ClusterProfile:
         """Measures only the network, and returns a profile with links between nodes. A collective call."""
         attention = AttentionBench.choose(self._clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
         progress = MeasuringProgress(self.ranks.rank == 0, len(self._link_steps))
-        with progress.bar():
-            within, between = self._links(attention, progress)
+        within, between = self._links(attention, progress)
         return replace(profile, between_nodes=between or within)
 
     @property
@@ -261,7 +230,6 @@ class Measuring:
     # Ranks show each other their times.
 
     def _tables(self, mine: dict[TaskSize, tuple[float, float]]) -> tuple[AttentionTimes, ...]:
-        """Returns the tables of all ranks' tasks."""
         rows = -(-len(self.grid.tasks) // self.ranks.num_ranks)
         flat = [value for times in mine.values() for value in times]
         every = self.ranks.gathered([*flat, *[0.0] * (2 * rows - len(flat))], "attention times")
@@ -269,11 +237,16 @@ class Measuring:
         for rank, values in enumerate(every):
             for at, size in enumerate(self.grid.tasks[rank :: self.ranks.num_ranks]):
                 seconds[size] = values[2 * at], values[2 * at + 1]
-        return tuple(_table(kind, seconds, self.grid.heads[2]) for kind in self.grid.kinds)
+        return tuple(table.table(seconds, self.grid.head_dim) for table in self.grid.tables)
 
     def _mean(self, values: Sequence[float]) -> list[float]:
         every = self.ranks.gathered(values, "times of layers")
         return [statistics.fmean(column) for column in zip(*every, strict=True)]
+
+    def _mean_layer(self, layer: LayerTimes) -> LayerTimes:
+        of_passes = (layer.forward, layer.kept, layer.backward)
+        forward, kept, backward = (tuple(self._mean(seconds)) for seconds in of_passes)
+        return replace(layer, forward=forward, kept=kept, backward=backward)
 
     def _mean_rates(self, rates: DeviceRates) -> DeviceRates:
         inverse = self._mean([1 / rates.matrix_flops * 1e9, 1 / rates.copy_bytes * 1e6])
@@ -291,7 +264,6 @@ class Measuring:
     def _links(
         self, attention: AttentionBench, progress: MeasuringProgress
     ) -> tuple[LinkTimes | None, LinkTimes | None]:
-        """Returns the times of links within a node, and between nodes."""
         rows: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
         for between, num_bytes in progress.over("links", self._link_steps):
             rows[between].append(self._link_seconds(num_bytes, between))
@@ -349,35 +321,6 @@ class Measuring:
             versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         nodes = self.ranks.num_ranks // self.ranks.ranks_per_node
         return Made(_now(), name, kernel, self.ranks.num_ranks, nodes, self.command, versions, self.remarks)
-
-
-def _table(kind: TaskSize, seconds: dict[TaskSize, tuple[float, float]], head_dim: int) -> AttentionTimes:
-    """Returns the table of tasks with the heads and the window of one."""
-    like = {
-        size: times
-        for size, times in seconds.items()
-        if (size.heads, size.window_tokens) == (kind.heads, kind.window_tokens)
-    }
-    squares = sorted(size.queries for size in like if not size.prefix)
-    queries = sorted({size.queries for size in like if size.prefix})
-    keys = sorted({size.prefix for size in like if size.prefix})
-
-    def row(number: int, of_direction: int) -> tuple[float, ...]:
-        return tuple(like[replace(kind, queries=number, prefix=prefix)][of_direction] for prefix in keys)
-
-    return AttentionTimes(
-        kind.heads,
-        kind.kv_heads,
-        head_dim,
-        kind.window_tokens,
-        tuple(map(float, squares)),
-        tuple(like[replace(kind, queries=number)][0] for number in squares),
-        tuple(like[replace(kind, queries=number)][1] for number in squares),
-        tuple(map(float, queries)),
-        tuple(map(float, keys)),
-        tuple(row(number, 0) for number in queries),
-        tuple(row(number, 1) for number in queries),
-    )
 
 
 def _bytes_within(seconds: float, sizes: Sequence[float], times: Sequence[float]) -> int:

@@ -29,25 +29,8 @@ ROW_BYTES = 1024
 ALIGNED_NUMBERS = 64
 
 
-class Sends:
-    """Something that is sent repeatedly while kernels run."""
-
-    def start(self) -> None:
-        """Starts to send."""
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        """Lets the device wait until it has arrived."""
-        raise NotImplementedError
-
-    def run(self) -> None:
-        """Sends, and waits."""
-        self.start()
-        self.wait()
-
-
-class Exchanges(Sends):
-    """Exchanges of one size.
+class Exchanges:
+    """Exchanges of one size, which are made repeatedly while kernels run.
 
     Args:
         transport: the product's.
@@ -77,8 +60,12 @@ class Exchanges(Sends):
     def wait(self) -> None:
         self._exchange.wait()
 
+    def run(self) -> None:
+        self.start()
+        self.wait()
 
-class OnOwnStream(Sends):
+
+class OnOwnStream:
     """A collective on a stream of high priority, as FSDP gathers weights; on CPUs nothing runs at the same time."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
@@ -198,10 +185,7 @@ class MeasuringRanks:
 
     def _check_nodes(self, local_rank: int) -> None:
         """Checks, the same on all ranks, that nodes have equally many ranks; closes all groups if they have not.
-
-        Args:
-            local_rank: number of this rank on its node.
-        """
+        `local_rank`: number of this rank on its node."""
         every = [number for (number,) in self.transport.gather([local_rank], "counting the ranks of nodes").wait()]
         if every != [rank % self.ranks_per_node for rank in range(self.num_ranks)]:
             self.close()
@@ -212,7 +196,6 @@ class MeasuringRanks:
             )
 
     def close(self) -> None:
-        """Ends all groups."""
         self.transport.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -307,14 +290,9 @@ class MeasuringRanks:
         whole = part.new_zeros(part.numel() * ranks)
         return lambda: REDUCE_SCATTER(part, whole, group=group)
 
-    def delay_of(self, beside: Callable[[], object], send: Sends, seconds_alone: float) -> float:
-        """Returns the seconds by which a second of sending delays what runs meanwhile.
-
-        Args:
-            beside: launches kernels.
-            send: starts sending, and waits for it.
-            seconds_alone: of sending.
-        """
+    def delay_of(self, beside: Callable[[], object], send: Exchanges | OnOwnStream, seconds_alone: float) -> float:
+        """Returns the seconds by which a second of sending delays what runs meanwhile. `beside`: launches kernels.
+        `send`: starts sending, and waits for it. `seconds_alone`: of sending."""
         alone = self.slowest(beside, FEWEST_CALLS, "measuring kernels")
 
         def both() -> None:

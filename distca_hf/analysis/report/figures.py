@@ -59,12 +59,8 @@ def numbers_of(of_ranks: OfRanks) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CallOfRanks:
-    """One attention call, of several ranks side by side.
-
-    Attributes:
-        window_tokens: of its sliding window; 0 without one.
-        ranks: number of each rank, and its spans: use of time, and microseconds.
-    """
+    """One attention call, of several ranks side by side. `window_tokens`: of its sliding window; 0 without one.
+    `ranks`: number of each rank, and its spans: use of time, and microseconds."""
 
     part: str
     layer: int
@@ -89,12 +85,8 @@ class MemoryBar:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text and numbers.
-
-    Attributes:
-        bars: number of the column that is drawn as bars; None: nothing is drawn.
-        marked: numbers of the rows whose bars stand out.
-    """
+    """A table of text and numbers. `bars`: number of the column that is drawn as bars; None: nothing is drawn.
+    `marked`: numbers of the rows whose bars stand out."""
 
     title: str
     columns: Sequence[str]
@@ -150,7 +142,6 @@ class StepFigures:
 
     @property
     def imbalance_before(self) -> float:
-        """Max over mean of `work_before`."""
         return imbalance(self.work_before)
 
     @property
@@ -199,7 +190,6 @@ class Report:
 
 
 def _short(value: Any) -> Any:
-    """Returns a value with numbers of five digits; whole numbers stay."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else float(f"{value:.5g}")
     if isinstance(value, Mapping):
@@ -253,13 +243,9 @@ def in_nodes(
     sent: Sequence[tuple[int, int, float]], num_ranks: int, num_servers: int, ranks_per_node: int
 ) -> tuple[int, list[tuple[int, int, float]]]:
     """Returns a number of nodes and (source, destination, bytes): of ranks and 0 nodes, or of nodes if there are too
-    many ranks. Attention servers are never summed: they come after the ranks, or after the nodes.
-
-    Args:
-        num_ranks: ranks that hold tokens; servers have the numbers after them.
-        num_servers: attention servers.
-        ranks_per_node: ranks that share a node, of those that hold tokens.
-    """
+    many ranks. Attention servers are never summed: they come after the ranks, or after the nodes. `num_ranks`: ranks
+    that hold tokens; servers have the numbers after them. `num_servers`: attention servers. `ranks_per_node`: ranks
+    that share a node, of those that hold tokens."""
     if num_ranks + num_servers <= MOST_MATRIX_RANKS or ranks_per_node == 1:
         return 0, list(sent)
     num_nodes = ceil_div(num_ranks, ranks_per_node)

@@ -2,18 +2,17 @@
 
 Files are read twice: once to note where the traces of each step are, then step by step. So only one step's traces are
 in memory at a time.
-
-    rank-00000.jsonl   | step 100 ... | step 200 ... |        places of step 200:  bytes of lines in every file
-    rank-00001.jsonl   | step 100 ... | step 200 ... |
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from distca_hf.analysis.report.estimates import Predictor
 from distca_hf.analysis.report.figures import (
     CallOfRanks,
     MemoryBar,
@@ -24,7 +23,6 @@ from distca_hf.analysis.report.figures import (
     in_nodes,
     spread,
 )
-from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.straggler import (
     findings_of,
     most_telling,
@@ -48,114 +46,76 @@ _Key = tuple[int, int, int, int, int]
 KERNELS, EXCHANGES = (Spent.LOCAL, Spent.REMOTE), (Spent.SEND, Spent.COMBINE)
 
 
-class _Place(NamedTuple):
-    """Consecutive lines of one step in a file: first byte and number of the first line, and the numbers of lines and
-    traces."""
+class _Line(NamedTuple):
+    """One line of a file that is not empty: its number, and its first byte."""
 
     file: Path
-    begin: int
-    num_lines: int
-    first_line: int
-    num_traces: int
-
-
-class _Line(NamedTuple):
-    """One non-empty line of a file."""
-
     number: int
     begin: int
-    content: bytes
 
 
 @dataclass(frozen=True)
 class TraceIndex:
-    """The steps of a folder.
-
-    Attributes:
-        steps: numbers of the steps, rising.
-        unfinished: files whose last line is cut off and left out.
-    """
+    """The steps of a folder. `steps`: numbers of the steps, rising. `unfinished`: files whose last line is cut off and
+    left out."""
 
     steps: Sequence[int]
     num_traces: int
     unfinished: Sequence[Path]
-    _places: dict[int, list[_Place]]
+    _lines: Mapping[int, Sequence[_Line]]
 
     @classmethod
     def of(cls, files: Iterable[Path]) -> "TraceIndex":
-        """Reads files once, and notes where the traces of each step are.
-
-        Raises:
-            ReportError: a file cannot be read, or a line is not a trace of this version; names both.
-        """
-        places: defaultdict[int, list[_Place]] = defaultdict(list)
+        """Reads files once, and notes where the traces of each step are."""
+        lines: defaultdict[int, list[_Line]] = defaultdict(list)
         unfinished: list[Path] = []
-        num_traces = 0
         for file in files:
-            for step, place in _joined(file, unfinished):
-                places[step].append(place)
-                num_traces += place.num_traces
-        return cls(sorted(places), num_traces, unfinished, dict(places))
+            for line, content in _whole_lines(file, unfinished):
+                step = step_of(_text(file, content))
+                if step is None:  # another form; it says itself what it is, or that it is wrong
+                    step = _trace(line, content).step
+                lines[step].append(line)
+        return cls(sorted(lines), sum(map(len, lines.values())), unfinished, dict(lines))
 
     def traces_of(self, step: int) -> Iterator[RankTrace]:
-        """Yields the traces of a step, in the order of files and lines.
-
-        Raises:
-            ReportError: a line is not a trace; names file and line.
-        """
-        for place in self._places[step]:
-            try:
-                with open_regular(place.file) as file:
-                    file.seek(place.begin)
-                    lines = islice(lines_of(file, LONGEST_LINE_BYTES), place.num_lines)
-                    for number, line in enumerate(lines, place.first_line):
-                        if line.strip():
-                            yield _trace(place.file, number, line)
-            except OSError as error:
-                raise ReportError(f"{place.file} cannot be read: {error.strerror or error}") from error
+        """Yields the traces of a step, in the order of files and lines."""
+        for path, of_file in groupby(self._lines[step], key=lambda line: line.file):
+            with _opened(path) as file:
+                for line in of_file:
+                    file.seek(line.begin)
+                    yield _trace(line, next(lines_of(file, LONGEST_LINE_BYTES)))
 
 
-def _joined(file: Path, unfinished: list[Path]) -> Iterator[tuple[int, _Place]]:
-    """Yields the steps of a file, with the lines of one that follow each other as one place."""
-    step, begin, last_line, first_line, num_traces = None, 0, 0, 0, 0
-    for line in _whole_lines(file, unfinished):
-        of_line = step_of(_text(file, line.content))
-        if of_line is None:  # another form; it says itself what it is, or that it is wrong
-            of_line = _trace(file, line.number, line.content).step
-        if of_line != step:
-            if step is not None:
-                yield step, _Place(file, begin, last_line - first_line + 1, first_line, num_traces)
-            step, begin, first_line, num_traces = of_line, line.begin, line.number, 0
-        last_line = line.number
-        num_traces += 1
-    if step is not None:
-        yield step, _Place(file, begin, last_line - first_line + 1, first_line, num_traces)
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with open_regular(path) as file:
+            yield file
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
+def _whole_lines(path: Path, unfinished: list[Path]) -> Iterator[tuple[_Line, bytes]]:
     """Yields lines that are not empty. Leaves out the last one if it begins like a trace and is incomplete; then adds
     the file to `unfinished`."""
-    before, begin = None, 0
-    try:
-        with open_regular(file) as lines:
-            for number, content in enumerate(lines_of(lines, LONGEST_LINE_BYTES), 1):
-                if before is not None:
-                    yield before
-                before = _Line(number, begin, content) if content.strip() else None
-                begin += len(content)
-    except OSError as error:
-        raise ReportError(f"{file} cannot be read: {error.strerror or error}") from error
-    if before is None:
+    last, begin = None, 0
+    with _opened(path) as file:
+        for number, content in enumerate(lines_of(file, LONGEST_LINE_BYTES), 1):
+            if last is not None:
+                yield last
+            last = (_Line(path, number, begin), content) if content.strip() else None
+            begin += len(content)
+    if last is None:
         return
-    is_whole = before.content.endswith(b"\n") or is_json(before.content)
-    if may_begin_line(_text(file, before.content)) and not is_whole:
-        unfinished.append(file)
+    is_whole = last[1].endswith(b"\n") or is_json(last[1])
+    if may_begin_line(_text(path, last[1])) and not is_whole:
+        unfinished.append(path)
     else:
-        yield before
+        yield last
 
 
-def _trace(file: Path, number: int, line: bytes) -> RankTrace:
-    return read_trace(_text(file, line), f"{file} line {number}")
+def _trace(line: _Line, content: bytes) -> RankTrace:
+    return read_trace(_text(line.file, content), f"{line.file} line {line.number}")
 
 
 def _text(file: Path, line: bytes) -> str:
@@ -166,15 +126,8 @@ def _text(file: Path, line: bytes) -> str:
 
 
 def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
-    """Returns the report of a run.
-
-    Args:
-        folder: of the traces, or the output folder that contains it.
-        predictor: predicts seconds; None: from profiles of the run's GPUs.
-
-    Raises:
-        ReportError: it holds no traces, or a file in it cannot be read; names file and line.
-    """
+    """Returns the report of a run. `folder`: of the traces, or the output folder that contains it. `predictor`:
+    predicts seconds; None: from profiles of the run's GPUs."""
     predictor = predictor or Predictor(folder=folder)
     files: list[Path] = []
     for place in (folder, folder / FOLDER):  # ranks, then attention servers
@@ -243,7 +196,6 @@ def _of_trainers_first(trace: RankTrace) -> tuple[bool, float]:
 
 
 def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor: Predictor) -> StepFigures:
-    """Returns the figures of one micro-batch."""
     ranks, all_ranks = range(any_trace.num_ranks), range(len(any_trace.work))
     missing = [rank for rank in all_ranks if rank not in of_ranks]
     predicted = predictor.predict(of_ranks, len(any_trace.work))
@@ -284,7 +236,6 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
 
 
 def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[str, str]]:
-    """Returns further facts about a micro-batch."""
     devices = sorted({one.device for one in of_ranks.values()})
     incomplete = [trace.name_of(rank) for rank, one in sorted(of_ranks.items()) if not one.is_complete]
     facts = [
@@ -305,8 +256,6 @@ def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[st
 
 
 def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted: Seconds) -> Seconds:
-    """Returns predicted and measured seconds of every rank."""
-
     def spent(trace: RankTrace, uses: Sequence[Spent]) -> float:  # seconds that all calls of a rank spent on something
         return sum(us for call in trace.calls for use, us in call.spans if use in uses) / 1e6
 
@@ -349,7 +298,6 @@ def _memory(trace: RankTrace) -> MemoryBar:
 
 
 def _notes(steps: Sequence[StepFigures], left_out: int, missing: Collection[str]) -> list[str]:
-    """Returns sentences about missing and omitted parts."""
     notes = []
     if missing:
         where = "in some steps" if any(not step.missing for step in steps) else "in all steps"

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from distca_hf.analysis.profiles.cluster_profile import find_profile
-from distca_hf.analysis.report.answers import (
+from distca_hf.analysis.report.estimates import (
     GIVEN_FIELDS,
     PLAN_FIELDS,
     SIMULATION,
+    Predictor,
     read_given,
     read_plan,
     read_simulation,
 )
 from distca_hf.analysis.report.figures import KIND, Report, fitted
-from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.tables import COLUMNS
 from distca_hf.errors import ReportError, first_line, printable
@@ -58,15 +58,8 @@ def _command_of(content: Mapping[str, Any]) -> str | None:
 
 
 def read_source(path: Path, cluster: str | None = None) -> Report:
-    """Returns the report of a run, or of another command's output.
-
-    Args:
-        cluster: name or file of the profile that seconds of a run are predicted from; None for the one of its GPUs.
-
-    Raises:
-        ReportError: the path does not exist or cannot be read; says why.
-        ConfigError: the profile does not exist.
-    """
+    """Returns the report of a run, or of another command's output. `cluster`: name or file of the profile that seconds
+    of a run are predicted from; None for the one of its GPUs."""
     if path.is_dir():
         return read_folder(path, Predictor(None if cluster is None else find_profile(cluster), path))
     if cluster is not None:
@@ -115,17 +108,8 @@ def _object_of(path: Path) -> Mapping[str, Any]:
 TEMPLATES = files("distca_hf.analysis.report") / "page"
 # Scripts, in the order in which they need each other.
 SCRIPTS = (
-    "numbers.js",
-    "drawing.js",
-    "picture.js",
-    "columns.js",
-    "work.js",
-    "matrix.js",
-    "timeline.js",
-    "seconds.js",
-    "memory.js",
-    "bars.js",
-    "main.js",
+    *("numbers.js", "drawing.js", "picture.js", "columns.js", "work.js", "matrix.js"),
+    *("timeline.js", "seconds.js", "memory.js", "bars.js", "main.js"),
 )
 
 
@@ -152,14 +136,7 @@ def page_of(report: Report) -> str:
 
 
 def write_page(report: Report, path: Path, named: bool) -> int:
-    """Writes the page into a file, which appears when it is complete; returns its bytes.
-
-    Args:
-        named: see `replaced`.
-
-    Raises:
-        ReportError: it cannot be written.
-    """
+    """Writes the page into a file, which appears when it is complete; returns its bytes. `named`: see `replaced`."""
     content = page_of(report).encode()
     try:
         with replaced(path, named=named) as unfinished:
@@ -185,10 +162,6 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
         output: the page to write; by default `report.html`, and with `as_json` none.
         as_json: prints all figures as one JSON object.
         cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
-
-    Raises:
-        ReportError: the source cannot be read, or the page cannot be written.
-        ConfigError: there is no such profile.
     """
     report = read_source(source, cluster)
     page = output or (None if as_json else PAGE)
@@ -200,7 +173,6 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
 
 
 def _in_words(report: Report, page: Path | None, size: int) -> str:
-    """Returns the lines that are printed."""
     sentences = [f"{report.title}:", *report.summary]
     if report.steps:
         step = report.steps[report.begin_with]

@@ -114,11 +114,8 @@ def most_telling(steps: Sequence[StepFigures]) -> int:
 
 
 def straggler_in_words(work: Sequence[float], seconds: Seconds) -> str:
-    """Returns a sentence that names the rank that others wait for, and the reason.
-
-    Args:
-        work: `[ranks]` attended pairs of ranks that hold tokens.
-    """
+    """Returns a sentence that names the rank that others wait for, and the reason. `work`: `[ranks]` attended pairs of
+    ranks that hold tokens."""
     trainers = slice(len(work))
     waited = numbers_of(seconds.waiting)[trainers]
     if np.isnan(waited).all():
@@ -201,11 +198,8 @@ def _servers_of(steps: Sequence[StepFigures]) -> list[str]:
 
 
 def waiting_for_servers(of_ranks: Mapping[int, RankTrace], num_ranks: int) -> OfRanks:
-    """Returns seconds that each trainer waits for servers, at most; nothing without traces of servers.
-
-    Args:
-        of_ranks: traces by rank, servers after the trainers.
-    """
+    """Returns seconds that each trainer waits for servers, at most; nothing without traces of servers. `of_ranks`:
+    traces by rank, servers after the trainers."""
     longest: defaultdict[_Call, float] = defaultdict(float)
     for trace in of_ranks.values():
         if trace.is_server:
@@ -263,11 +257,7 @@ def slow_server_in_words(trace: RankTrace, seconds: Seconds) -> str | None:
 
 
 def _reason(trace: RankTrace, attention: np.ndarray, server: int) -> str:
-    """Returns why a server is slow.
-
-    Args:
-        attention: `[ranks]` seconds of kernels, servers after the trainers.
-    """
+    """Returns why a server is slow. `attention`: `[ranks]` seconds of kernels, servers after the trainers."""
     work = np.array(trace.work, dtype=np.float64)
     speeds = np.array(trace.speeds or (1.0,) * len(work))
     attends = (work > 0) & (np.arange(len(work)) < trace.num_ranks)

@@ -1,20 +1,19 @@
 """`distca simulate`: from lengths, a model and a measured cluster to tables or JSON."""
 
 from collections.abc import Sequence
-from typing import cast
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
+from distca_hf.analysis.memory import GIB, gradient_bytes
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import SimulateOptions
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of, known_gib
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, known_gib
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import pipeline_of
-from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
+from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest, assumed
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.tables import PlanProgress, Terminal, counted, plain_table, print_json
 from distca_hf.errors import ConfigError
@@ -29,12 +28,7 @@ MOST_BUDGET = 1e30
 
 
 def run_simulate(options: SimulateOptions) -> None:
-    """Runs `distca simulate`. Prints output at the very end: nothing is printed before an error.
-
-    Raises:
-        ConfigError: an option, the model or the profile is wrong.
-        PackingError: lengths cannot be read, or do not fit.
-    """
+    """Runs `distca simulate`. Prints output at the very end: nothing is printed before an error."""
     profile, model = find_profile(options.cluster), SimulatedModel.of(find_model(options.model))
     if not 0 < options.token_budget <= MOST_BUDGET:
         raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and at most {MOST_BUDGET:g}")
@@ -46,21 +40,10 @@ def run_simulate(options: SimulateOptions) -> None:
     pipeline = pipeline_of(options.pipeline, options.chunks)
     requests = [
         SimulationRequest(
-            model,
-            gpus,
-            options.tokens_per_rank or DEFAULT_TOKENS_PER_RANK,
-            options.context,
-            micro_steps,
-            options.ranks_per_node,
-            options.tensor,
-            cast(Checkpointing, options.checkpointing),  # the request refuses any other
-            options.liger,
-            gpu_gib_of(profile, options.gpu_gib),
-            options.batches,
-            options.seed,
-            pipeline,
-            options.sync_each_batch,
-            options.batch_size,
+            *(model, gpus, options.tokens_per_rank or DEFAULT_TOKENS_PER_RANK, options.context, micro_steps),
+            *(options.ranks_per_node, options.tensor, options.batches, pipeline),
+            *(options.sync_each_batch, options.batch_size),
+            **assumed(options, profile),
         )
         for gpus in _numbers("--gpus", options.gpus)
         for micro_steps in _numbers("--micro-steps", options.micro_steps)
@@ -130,7 +113,6 @@ OF_GIVEN = (
 def _assumptions(
     options: SimulateOptions, requests: Sequence[SimulationRequest], profile: ClusterProfile
 ) -> list[str]:
-    """Returns the assumptions that depend on options."""
     request = requests[0]
     kept = {
         "saved": "layers are checkpointed; distca keeps attention outputs, by default",
@@ -188,7 +170,6 @@ def _accumulation(request: SimulationRequest) -> str:
 
 
 def _numbers(option: str, given: str) -> list[int]:
-    """Returns the whole numbers of a list with commas."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and len(part) <= MOST_DIGITS for part in parts):
         raise ConfigError(f"{option} {given}: write whole numbers with commas between them, such as 8,64")

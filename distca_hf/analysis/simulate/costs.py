@@ -46,11 +46,8 @@ class Tiles:
 
     @classmethod
     def of(cls, plan: Plan, mask: Mask = CAUSAL_MASK) -> "Tiles":
-        """Returns the tiles of a layer with this mask.
-
-        Args:
-            plan: plan of the full layers. In layers with a window every rank computes the queries that it holds.
-        """
+        """Returns the tiles of a layer with this mask. `plan`: plan of the full layers. In layers with a window every
+        rank computes the queries that it holds."""
         if mask.window_tokens is None:
             tasks, remote = plan.tasks, plan.has_remote_queries
         else:
@@ -95,11 +92,9 @@ class Passes:
         return Passes(self.forward + other.forward, self.backward + other.backward)
 
     def times(self, factor: FloatArray | float) -> "Passes":
-        """Returns both, multiplied."""
         return Passes(self.forward * factor, self.backward * factor)
 
     def sum_by(self, rank: IntArray, num_ranks: int) -> "Passes":
-        """Returns `[ranks]` sums of `[tasks]` seconds."""
         forward, backward = (np.bincount(rank, x, minlength=num_ranks) for x in (self.forward, self.backward))
         return Passes(forward.astype(np.float64), backward.astype(np.float64))
 
@@ -137,12 +132,8 @@ class Costs:
     # Attention.
 
     def attention(self, queries: Amounts, before: Amounts, mask: Mask = CAUSAL_MASK) -> Passes:
-        """Returns `[tasks]` seconds of tasks of all heads in one layer.
-
-        Args:
-            queries: `[tasks]` queries.
-            before: `[tasks]` keys before the first query.
-        """
+        """Returns `[tasks]` seconds of tasks of all heads in one layer. `queries`: `[tasks]` queries. `before`:
+        `[tasks]` keys before the first query."""
         queries, before = np.asarray(queries, dtype=np.float64), np.asarray(before, dtype=np.float64)
         if mask.window_tokens is not None:
             return self._windows(
@@ -220,7 +211,6 @@ class Costs:
 
     @cached_property
     def _layer(self) -> tuple[LayerTimes, float]:
-        """The nearest measured layer, and seconds of the model's layer over its seconds."""
         size, heads = self.model.size, self.model.heads
         mlp = size.mlp_size(heads)
         layers = [layer for layer in self.profile.layers if layer.liger == self.liger] or list(self.profile.layers)
@@ -263,11 +253,8 @@ class Costs:
         return np.asarray(tokens, dtype=np.float64) * per_token / self.tensor_ranks
 
     def rest_seconds(self, tokens: IntArray, recomputes_layers: bool, backward_share: float = 1.0) -> FloatArray:
-        """Returns `[ranks]` seconds of all layers without attention, and of the head.
-
-        Args:
-            tokens: `[ranks]` tokens of a micro-batch.
-            backward_share: part of a layer's backward pass that is computed; below 1 if weights are frozen.
+        """Returns `[ranks]` seconds of all layers without attention, and of the head. `tokens`: `[ranks]` tokens of a
+        micro-batch. `backward_share`: part of a layer's backward pass that is computed; below 1 if weights are frozen.
         """
         layer = self.layer(tokens)
         of_layer = layer.kept + layer.backward * backward_share + layer.forward * recomputes_layers
@@ -286,12 +273,10 @@ class Costs:
 
     @property
     def layer_weight_bytes(self) -> float:
-        """Bytes of a layer's weights in bf16, of one tensor rank."""
         return HALF_BYTES * self.model.size.largest_layer_parameters / self.tensor_ranks
 
     @property
     def root_weight_bytes(self) -> float:
-        """Bytes of the weights outside of layers."""
         return HALF_BYTES * self.model.size.embedding_parameters / self.tensor_ranks
 
     @property

@@ -81,7 +81,6 @@ class Load:
 
     @property
     def of_head(self) -> IntArray:
-        """`[ranks]` tokens that each rank's head computes."""
         return self.tokens if self.head_tokens is None else self.head_tokens
 
     def attention_seconds(self, layers_checkpointed: bool) -> float:
@@ -157,13 +156,9 @@ class Hidden:
     gathering: float = 0.0
 
     def attention(self, local: Passes, remote: Passes, late: Passes, layers: int) -> Attention:
-        """Returns attention with these exchanges.
-
-        Args:
-            local: `[ranks]` seconds of calls that need no rows of other ranks.
-            remote: `[ranks]` seconds of all other calls.
-            late: `[ranks]` seconds of the local calls that can wait until results leave.
-        """
+        """Returns attention with these exchanges. `local`: `[ranks]` seconds of calls that need no rows of other
+        ranks. `remote`: `[ranks]` seconds of all other calls. `late`: `[ranks]` seconds of the local calls that can
+        wait until results leave."""
         kernels, wires = local + remote, self.exchanges
         sent = wires.rows + wires.results
         # Half of them are early if rows both arrive and leave; without results forward has no late calls.
@@ -191,12 +186,9 @@ class Hidden:
 
 
 def waited_for(kernels: Passes, layers: int, exchanges: FloatArray, sent: FloatArray) -> Attention:
-    """Returns attention whose kernels wait for exchanges, which recomputation makes again.
-
-    Args:
-        exchanges: `[ranks]` seconds of exchanges and of copies for them, in each pass.
-        sent: `[ranks]` seconds that the wires are busy in each pass.
-    """
+    """Returns attention whose kernels wait for exchanges, which recomputation makes again. `exchanges`: `[ranks]`
+    seconds of exchanges and of copies for them, in each pass. `sent`: `[ranks]` seconds that the wires are busy in
+    each pass."""
     forward, backward = kernels.forward + exchanges, kernels.backward + exchanges
     return Attention(forward, forward, backward, sent, sent, layers, sent, sent)
 
@@ -231,13 +223,9 @@ def ours(
     keeps: bool = True,
     gather_seconds: float | None = None,
 ) -> Load:
-    """Returns the load of a plan.
-
-    Args:
-        planning_seconds: time of planning at the first attention call; 0 if a thread plans ahead.
-        keeps: whether rows of other ranks are kept until backward.
-        gather_seconds: time in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
-    """
+    """Returns the load of a plan. `planning_seconds`: time of planning at the first attention call; 0 if a thread
+    plans ahead. `keeps`: whether rows of other ranks are kept until backward. `gather_seconds`: time in which FSDP
+    gathers the next layer's weights meanwhile; by default over all ranks."""
     layout, wires = plan.layout, RowBytes.of(costs, cluster, plan)
     before = costs.share_before_attention * float(costs.layer(layout.rank_tokens).forward.max())
     if gather_seconds is None:
@@ -348,16 +336,13 @@ class RowBytes:
 
     @property
     def forward_bytes(self) -> FloatArray:
-        """All bytes of the forward pass, `[source, destination]`."""
         return self.keys + self.queries + self.outputs.T
 
     @property
     def most_bytes(self) -> float:
-        """Most bytes that a rank sends or receives in the forward pass."""
         return float(max(self.forward_bytes.sum(axis=axis).max() for axis in (0, 1)))
 
     def exchanges(self) -> Exchanges:
-        """Returns the seconds of each exchange."""
         return Exchanges(
             exchange_seconds(self.cluster, self.keys + self.queries),
             exchange_seconds(self.cluster, self.outputs.T),

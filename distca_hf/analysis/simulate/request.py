@@ -1,23 +1,19 @@
 """Request: GPUs, tokens and model of a simulation, and the optimizer steps that are simulated."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from distca_hf.analysis.fit import RankLoad, Room, check_tiles_and_host
 from distca_hf.analysis.groups import UNSHARED, Groups
-from distca_hf.analysis.memory import (
-    GIB,
-    USABLE_SHARE,
-    Checkpointing,
-    Sharding,
-    TrainingSetup,
-    check_checkpointing,
-)
+from distca_hf.analysis.memory import GIB, USABLE_SHARE, Checkpointing, Sharding, TrainingSetup, check_checkpointing
 from distca_hf.analysis.models import SimulatedModel
+from distca_hf.analysis.options import PlanOptions, SimulateOptions
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, gpu_gib_of
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import GivenPlans, PlacedPlanner, StepShape
@@ -42,8 +38,44 @@ MOST_GPU_GIB = 1_000_000
 GPUS_PER_SERVER = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """How a model is trained, and on which GPUs.
+
+    Attributes:
+        checkpointing, liger: see `TrainingSetup`.
+        seed: of the order of documents.
+        mlp_tokens, attention_kv_heads, state_on_host: see `TrainingSetup`; for memory only, times are as without.
+        host_gib: see `Room`.
+    """
+
+    checkpointing: Checkpointing = "saved"
+    liger: bool = False
+    gpu_gib: float = H200_GIB
+    seed: int = 0
+    mlp_tokens: int = 0
+    attention_kv_heads: int = 0
+    state_on_host: bool = False
+    host_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        check_checkpointing(self.checkpointing)
+        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed} must be at least 0")
+        if not 0 < self.gpu_gib <= MOST_GPU_GIB:
+            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and at most {MOST_GPU_GIB:,}")
+
+
+def assumed(options: PlanOptions | SimulateOptions, profile: ClusterProfile) -> dict[str, Any]:
+    """Returns the fields of `Assumptions` that options of a command give."""
+    given = {field.name: getattr(options, field.name) for field in fields(Assumptions) if hasattr(options, field.name)}
+    on_host = getattr(options, "offload_params", False)
+    return given | {"gpu_gib": gpu_gib_of(profile, options.gpu_gib), "state_on_host": on_host}
+
+
 @dataclass(frozen=True)
-class SimulationRequest:
+class SimulationRequest(Assumptions):
     """One training to simulate.
 
     Attributes:
@@ -51,9 +83,6 @@ class SimulationRequest:
         context_tokens: longer documents are split.
         accumulation: micro-steps of an optimizer step.
         tensor_ranks: GPUs that divide every layer between them.
-        checkpointing: what layers keep until backward.
-        liger: whether layers are Liger's.
-        seed: of the order of documents.
         pipeline: stages in which the same GPUs are also simulated, and for which documents are packed; None without a
             pipeline.
         batch_size: rows of a data rank in a micro-step, for batches of the user's sampler. `tokens_per_rank` has no
@@ -62,11 +91,6 @@ class SimulationRequest:
             the last one, and each GPU keeps whole gradients until then.
         staged_micro_batches: micro-batches of an optimizer step in the stages; by default one for every stage in each
             of `accumulation` micro-steps.
-        mlp_tokens, attention_kv_heads, state_on_host: see `TrainingSetup`; for memory only, times are as without.
-        host_gib: see `Room`.
-
-    Raises:
-        ConfigError: a number is out of range, or numbers do not fit together.
     """
 
     model: SimulatedModel
@@ -76,19 +100,11 @@ class SimulationRequest:
     accumulation: int = 1
     ranks_per_node: int = 8
     tensor_ranks: int = 1
-    checkpointing: Checkpointing = "saved"
-    liger: bool = False
-    gpu_gib: float = H200_GIB
     batches: int = 20
-    seed: int = 0
     pipeline: Pipeline | None = None
     sync_each_batch: bool = False
     batch_size: int | None = None
     staged_micro_batches: int | None = None
-    mlp_tokens: int = 0
-    attention_kv_heads: int = 0
-    state_on_host: bool = False
-    host_gib: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -102,12 +118,7 @@ class SimulationRequest:
             ("--batches", self.batches, MAX_BATCHES),
             ("--batch-size", 1 if self.batch_size is None else self.batch_size, MAX_BATCH_SIZE),
         )
-        check_checkpointing(self.checkpointing)
-        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed} must be at least 0")
-        if not 0 < self.gpu_gib <= MOST_GPU_GIB:
-            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and at most {MOST_GPU_GIB:,}")
+        super().__post_init__()
         if self.gpus % self.tensor_ranks or self.ranks_per_node % self.tensor_ranks:
             raise ConfigError(
                 f"--tensor {self.tensor_ranks} must divide --gpus {self.gpus} and --ranks-per-node "
@@ -141,7 +152,6 @@ class SimulationRequest:
             raise ConfigError(f"--context {context}: {self.model.name} takes documents of up to {limit} tokens")
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
-        """Checks that the model and the GPUs can be divided into stages, and the layers into parts."""
         if self.model.no_stages:
             raise ConfigError(f"--pipeline {pipeline.num_stages}: {self.model.no_stages}")
         if self.num_ranks % pipeline.num_stages:
@@ -159,12 +169,10 @@ class SimulationRequest:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 without one."""
         return 1 if self.pipeline is None else self.pipeline.num_stages
 
     @property
     def stage_ranks(self) -> int:
-        """Data ranks of a stage; all of them without a pipeline."""
         return self.num_ranks // self.num_stages
 
     @property
@@ -179,7 +187,6 @@ class SimulationRequest:
 
     @property
     def data_ranks_per_node(self) -> int:
-        """Data ranks that share a node."""
         return min(self.num_ranks, self.ranks_per_node // self.tensor_ranks)
 
     @property
@@ -197,7 +204,6 @@ class SimulationRequest:
 
     @property
     def least_group(self) -> int:
-        """Fewest ranks that together hold the context."""
         return int(ceil_div(self.longest_tokens, self.tokens_per_rank))
 
     def for_documents(self, document_tokens: IntArray) -> "SimulationRequest":
@@ -217,11 +223,8 @@ class SimulationRequest:
         return self._planner(self.num_ranks, self.tokens_per_rank)
 
     def given_plans(self, places_rows: bool) -> GivenPlans:
-        """Returns the planner of given batches, as training makes it.
-
-        Args:
-            places_rows: whether rows are placed inside the model; otherwise tasks move.
-        """
+        """Returns the planner of given batches, as training makes it. `places_rows`: whether rows are placed inside
+        the model; otherwise tasks move."""
         topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
         costs = self.model.pass_costs.both
         return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows, costs)
@@ -229,13 +232,9 @@ class SimulationRequest:
     def given_layout(
         self, plans: GivenPlans, home: Layout, groups: Groups | None, loss_is_placed: bool = False
     ) -> Layout:
-        """Returns the layout that layers compute, as in training.
-
-        Args:
-            home: whole documents, in the order of the batches.
-            groups: which of them begin alike; None if none do.
-            loss_is_placed: whether head and loss run on placed rows.
-        """
+        """Returns the layout that layers compute, as in training. `home`: whole documents, in the order of the
+        batches. `groups`: which of them begin alike; None if none do. `loss_is_placed`: whether head and loss run on
+        placed rows."""
         if groups is None:
             return plans.layout(home)
         hashes = groups.hashes(home.document_tokens, self.num_ranks, self.least_tokens, loss_is_placed)
@@ -250,7 +249,6 @@ class SimulationRequest:
 
     @property
     def least_tokens(self) -> int:
-        """Shortest prefix that documents share; 0: none is shared."""
         return 0 if self.unshared else self.planner.config.shared_prefix_tokens
 
     @cached_property
@@ -260,7 +258,6 @@ class SimulationRequest:
 
     @property
     def num_servers(self) -> int:
-        """Data ranks that serve attention if there are servers."""
         return self.num_ranks // GPUS_PER_SERVER
 
     def planner_beside(self, servers: int) -> PlacedPlanner:
@@ -273,11 +270,7 @@ class SimulationRequest:
         return self._planner(trainers, tokens, servers=Servers((1.0,) * servers, nodes=nodes))
 
     def _planner(
-        self,
-        num_ranks: int,
-        tokens_per_rank: int,
-        servers: Servers | None = None,
-        step_shape: StepShape | None = None,
+        self, num_ranks: int, tokens_per_rank: int, servers: Servers | None = None, step_shape: StepShape | None = None
     ) -> PlacedPlanner:
         config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=self.data_ranks_per_node)
         return PlacedPlanner(
@@ -293,11 +286,7 @@ class SimulationRequest:
         )
 
     def steps(self, document_tokens: IntArray) -> list[list[IntArray]]:
-        """Returns the lengths of each micro-batch of each optimizer step, from as many epochs as are needed.
-
-        Raises:
-            PackingError: there are too few documents for one step.
-        """
+        """Returns the lengths of each micro-batch of each optimizer step, from as many epochs as are needed."""
         if self.batch_size is not None:
             return [[tokens for tokens, _ in step] for step in self.dealt_steps(document_tokens)]
         self._check_longest(document_tokens)
@@ -331,9 +320,6 @@ class SimulationRequest:
 
         As Trainer and Accelerate deal them, an epoch has all rows in random order, and ranks take a batch each in
         turns. Rows with groups are dealt as `groups` says. The last step of an epoch is left out if it is not full.
-
-        Raises:
-            PackingError: there are too few rows for one step, or one is too long.
         """
         self._check_longest(row_tokens)
         of_step = self.num_ranks, self.accumulation, self.batch_size or 0
@@ -367,19 +353,14 @@ class SimulationRequest:
 
     @property
     def room(self) -> Room:
-        """Memory of a GPU that torch may allocate, and of its node."""
         return Room(USABLE_SHARE * self.gpu_gib * GIB, self.host_gib, self.ranks_per_node)
 
     def setup(
         self, sharding: Sharding, checkpointing: Checkpointing | None = None, keeps_keys: bool = True, servers: int = 0
     ) -> TrainingSetup:
-        """Returns what memory depends on, without a pipeline.
-
-        Args:
-            checkpointing: by default the request's.
-            keeps_keys: whether keys of other ranks are kept until backward, within their budget.
-            servers: data ranks that hold no weights.
-        """
+        """Returns what memory depends on, without a pipeline. `checkpointing`: by default the request's. `keeps_keys`:
+        whether keys of other ranks are kept until backward, within their budget. `servers`: data ranks that hold no
+        weights."""
         return TrainingSetup(
             self.gpus - servers * self.tensor_ranks,
             sharding,

@@ -71,7 +71,6 @@ class WayFigures:
     shared_share: float = 0.0
 
     def gain_over(self, other: "WayFigures") -> float:
-        """Returns how many times as fast this way is as another one."""
         return other.step_seconds / self.step_seconds
 
 
@@ -99,16 +98,13 @@ class Result:
 
     @property
     def of_rank(self) -> str:
-        """What a rank has in a micro-step, as text."""
         return f"{self.tokens_per_rank:,} tokens" if self.batch_size is None else f"{self.batch_size:,} rows"
 
     @property
     def plain(self) -> WayFigures:
-        """Plain packing."""
         return self.way("plain")
 
     def way(self, key: str) -> WayFigures:
-        """Returns the way with a key, which must exist."""
         return next(way for way in self.ways if way.key == key)
 
     @property
@@ -132,7 +128,6 @@ class Result:
         return None if self.ours is None or self.other is None else self.ours.gain_over(self.other)
 
     def in_short(self) -> str:
-        """Returns the way to choose, its gain, and the effect of a pipeline."""
         return " ".join(filter(None, (self._choice(), self.beside_stages())))
 
     def beside_stages(self) -> str:
@@ -150,7 +145,6 @@ class Result:
         return f"A pipeline of {self.num_stages} stages is {1 / ratio:.2f} x as fast as these GPUs without one."
 
     def _choice(self) -> str:
-        """Returns the way to choose, and its gain."""
         ours, other, gain = self.ours, self.other, self.gain
         if ours is None and other is None:
             fastest = _fastest(self.ways)
@@ -182,7 +176,6 @@ class Result:
         return f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}{beside}."
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all figures, and the choice."""
         ours = self.ours
         fields = [name for name in vars(self) if name != "ways"]
         return {
@@ -197,11 +190,7 @@ class Result:
 def make_result(
     simulation: Simulation, steps: Sequence[Step], done: Sequence[Simulated], token_budget: float
 ) -> Result:
-    """Returns the figures of simulated steps.
-
-    Args:
-        token_budget: tokens that GPU-hours are counted for.
-    """
+    """Returns the figures of simulated steps. `token_budget`: tokens that GPU-hours are counted for."""
     request, model = simulation.request, simulation.request.model
     tokens = np.array([sum(int(batch.sum()) for batch in step) for step in steps], dtype=np.float64)
     pairs = np.array([model.pairs(np.concatenate(step)) for step in steps])

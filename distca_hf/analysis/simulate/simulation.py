@@ -49,12 +49,8 @@ MOST_PROCESSES = 8
 
 @dataclass(frozen=True)
 class Simulation:
-    """Simulates a request on one cluster.
-
-    Attributes:
-        keys: keys of the ways to simulate; empty for all.
-        groups: of each micro-batch of the step to simulate, the documents that begin alike; empty if none do.
-    """
+    """Simulates a request on one cluster. `keys`: keys of the ways to simulate; empty for all. `groups`: of each
+    micro-batch of the step to simulate, the documents that begin alike; empty if none do."""
 
     request: SimulationRequest
     costs: Costs
@@ -70,11 +66,7 @@ class Simulation:
         keys: tuple[str, ...] = (),
         groups: Sequence[Groups] = (),
     ) -> "Simulation":
-        """Returns the simulation on a measured cluster.
-
-        Raises:
-            ConfigError: links that are needed were not measured.
-        """
+        """Returns the simulation on a measured cluster."""
         notes = Notes()
         costs = Costs(profile, request.model, request.liger, notes, request.tensor_ranks)
         cluster = Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes)
@@ -85,11 +77,8 @@ class Simulation:
         return Training(self.costs, self.cluster, self.request.checkpointing != "none")
 
     def step_seconds(self, way: Way, step: Step) -> tuple[float, list[Load]]:
-        """Returns the seconds of an optimizer step, and the load of each micro-batch.
-
-        Args:
-            step: document lengths of each micro-batch; with a pipeline, for the ranks of one stage.
-        """
+        """Returns the seconds of an optimizer step, and the load of each micro-batch. `step`: document lengths of each
+        micro-batch; with a pipeline, for the ranks of one stage."""
         training = replace(self.training, cluster=self._trainers(way.servers))
         if way.in_stages:
             assert self.request.pipeline is not None
@@ -131,7 +120,6 @@ class Simulation:
         return [*each, *self._in_stages()]
 
     def missing(self) -> list[str]:
-        """Returns a sentence for each way that is left out."""
         if self.request.batch_size is not None:
             return ["ways that make their own batches, or use some of these GPUs as attention servers"]
         words = missing_to_compare(self.request)
@@ -155,7 +143,6 @@ class Simulation:
 
     @property
     def _stage_cluster(self) -> Cluster:
-        """The data ranks of one stage and their links."""
         ranks = self.request.stage_ranks
         return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
 
@@ -237,7 +224,6 @@ class Simulation:
         return loads
 
     def _of_plan(self, plan: Plan, batch: IntArray) -> Load:
-        """Returns the load of the plan of a given batch."""
         load = ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
         held = plan.layout.document_tokens
         return replace(load, left_out_pairs=left_out_pairs(self.costs.model, [held], batch))
@@ -298,9 +284,6 @@ def run_steps(
 
     Returns:
         The simulation, whose notes are complete, and all steps.
-
-    Raises:
-        ConfigError: links that are needed were not measured, or a process was killed.
     """
     simulation = Simulation.of(request, profile, keys)
     size = request.num_ranks * request.accumulation

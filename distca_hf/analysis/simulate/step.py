@@ -57,7 +57,6 @@ class Training:
 
     @property
     def shards(self) -> int:
-        """GPUs over which weights are divided."""
         return self.cluster.num_ranks
 
     def micro_batch_seconds(self, load: Load) -> float:
@@ -90,11 +89,9 @@ class Training:
         return weights * self.costs.profile.rates.optimizer_seconds
 
     def gather_seconds(self, weight_bytes: float) -> float:
-        """Returns the seconds of gathering weights of this many bytes in bf16."""
         return self.cluster.all_gather(weight_bytes)
 
     def reduce_seconds(self, weight_bytes: float) -> float:
-        """Returns the seconds of summing the gradients of weights of this many bytes in bf16."""
         if not self.sums_gradients:
             return 0.0
         return self.cluster.reduce_scatter(weight_bytes)
@@ -106,11 +103,9 @@ class Training:
         return float(self.costs.copy_seconds(5 * rows + 2 * self.root_bytes))
 
     def head_seconds(self, load: Load) -> float:
-        """Returns the seconds of the last matrix and the loss, forward and backward."""
         return float(self.costs.head_seconds(load.of_head).max())
 
     def cast_seconds(self) -> float:
-        """Returns the seconds of casting a rank's share of weights, and of gradients."""
         shards = self.costs.model.size.parameters / self.shards / self.costs.tensor_ranks
         return float(self.costs.copy_seconds((GATHERED_CASTS + self.sums_gradients) * CAST_BYTES * shards))
 
@@ -171,7 +166,6 @@ class Training:
 
     @property
     def root_bytes(self) -> float:
-        """Bytes of the weights outside of layers, in bf16."""
         return self.costs.root_weight_bytes
 
 
@@ -198,10 +192,7 @@ class StagedTraining:
 
     def micro_batches_seconds(self, loads: Sequence[Load]) -> float:
         """Returns the seconds of the micro-batches of an optimizer step, in their order, and of its collectives.
-
-        Args:
-            loads: on the data ranks of a stage.
-        """
+        `loads`: on the data ranks of a stage."""
         training, costs = self.training, self.training.costs
         num_layers = costs.model.size.layers
         shares = np.array(self.pipeline.layers_of_parts(num_layers)) / num_layers
@@ -259,7 +250,6 @@ class StageMemory:
         return max(map(self.of_stage, range(self.pipeline.num_stages)))
 
     def of_stage(self, stage: int) -> int:
-        """Returns the estimate for a GPU of one stage, counted from 0."""
         size, pipeline, micro_batches = self.size, self.pipeline, self.micro_batches
         stages = pipeline.num_stages
         is_first, is_last = stage == 0, stage == stages - 1

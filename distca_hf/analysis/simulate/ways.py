@@ -44,12 +44,8 @@ READ_AND_WRITTEN = 2
 
 
 def packs(costs: Costs, held: Sequence[IntArray], document_tokens: IntArray) -> Load:
-    """Returns the load of ranks that compute only their own documents, without exchanges.
-
-    Args:
-        held: for each rank, the lengths of its documents.
-        document_tokens: lengths of the same documents before they were cut.
-    """
+    """Returns the load of ranks that compute only their own documents, without exchanges. `held`: for each rank, the
+    lengths of its documents. `document_tokens`: lengths of the same documents before they were cut."""
     rank = np.repeat(np.arange(len(held)), [len(lengths) for lengths in held])
     lengths = np.concatenate(held)
     attention = [
@@ -102,9 +98,6 @@ def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
 
     Groups attend separately: a document cut at the border of two groups continues as a new document. That is less
     attention work than uncut documents have, to the advantage of baselines with groups.
-
-    Raises:
-        PackingError: a length is not between 1 and 2 ** 31 - 1.
     """
     layout = fill_in_order(document_tokens, num_groups)
     return np.split(layout.segment_tokens, layout.rank_segments[1:-1])
@@ -227,10 +220,7 @@ def _total(seconds: Passes) -> Passes:
 
 def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, beside: float) -> FloatArray:
     """Returns the seconds of all steps after the first. Each waits for keys that arrive during the step before.
-
-    Args:
-        beside: seconds by which a second of exchange delays kernels.
-    """
+    `beside`: seconds by which a second of exchange delays kernels."""
     if not steps:
         return np.zeros_like(first)
     waits = np.maximum(0.0, sends - first) + (steps - 1) * np.maximum(0.0, sends - step)

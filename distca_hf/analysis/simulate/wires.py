@@ -37,21 +37,13 @@ class WireBytes:
 
     @classmethod
     def both_ways(cls, num_bytes: Amounts) -> "WireBytes":
-        """Returns the same bytes in each direction."""
         return cls(num_bytes, num_bytes)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and their links.
-
-    Attributes:
-        ranks_per_node: number of ranks that share a node.
-        notes: everything that was not measured as needed.
-
-    Raises:
-        ConfigError: links that these ranks need were not measured.
-    """
+    """Ranks and their links. `ranks_per_node`: number of ranks that share a node. `notes`: everything that was not
+    measured as needed."""
 
     profile: ClusterProfile
     num_ranks: int
@@ -77,7 +69,6 @@ class Cluster:
 
     @property
     def node_of(self) -> IntArray:
-        """`[ranks]` node of each rank."""
         return np.arange(self.num_ranks) // self.ranks_per_node
 
     def exchange(self, within: WireBytes, between: WireBytes) -> FloatArray:
@@ -107,11 +98,9 @@ class Cluster:
         return np.maximum(seconds, between)
 
     def all_gather(self, num_bytes: float) -> float:
-        """Returns the seconds of gathering tensors of this many bytes over all ranks."""
         return self._collective("all_gather", num_bytes)
 
     def reduce_scatter(self, num_bytes: float) -> float:
-        """Returns the seconds of reducing tensors of this many bytes over all ranks."""
         return self._collective("reduce_scatter", num_bytes)
 
     @property

@@ -18,9 +18,8 @@ from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 import distca_hf
-from distca_hf.analysis.epoch import Origin, PackedEpoch, pack_epoch
+from distca_hf.analysis.epoch import Origin, PackedEpoch, make_report, pack_epoch
 from distca_hf.analysis.find_model import read_model_config
-from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.models import ModelShape
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps

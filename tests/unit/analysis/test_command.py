@@ -16,9 +16,16 @@ from typer.testing import CliRunner
 from distca_hf.analysis import answer as estimates
 from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import find_candidate
-from distca_hf.analysis.epoch import PackedEpoch, divide_batch, pack_epoch
+from distca_hf.analysis.epoch import (
+    Figures,
+    PackedEpoch,
+    PlannedMicroBatch,
+    divide_batch,
+    figures_of,
+    make_report,
+    pack_epoch,
+)
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.first_step import Figures, PlannedMicroBatch, figures_of, make_report
 from distca_hf.analysis.models import PRESETS, preset
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.cli import app
@@ -276,12 +283,6 @@ def test_a_given_batch_has_no_other_choices(tmp_path: Path) -> None:
     assert said["choices"] == []
     assert said["whole_epoch"]["micro_batches"] == 1
     assert said["whole_epoch"]["imbalance_before"]["mean"] == pytest.approx(said["imbalance_before"])
-
-
-def test_a_picture_is_drawn(some: Path, tmp_path: Path) -> None:
-    plan(some, "--plot", tmp_path / "work.png")
-    assert (tmp_path / "work.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["work.png"]
 
 
 def test_a_fresh_process_needs_no_torch(some: Path) -> None:

@@ -10,9 +10,8 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.answer import TOKENS_PER_RANK, Assumptions, Choice, make_answer
-from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_epoch, pack_in_order, plan_epoch
-from distca_hf.analysis.first_step import make_report
+from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, PlanAssumptions, make_answer
+from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, make_report, pack_epoch, pack_in_order, plan_epoch
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.batches import base_loader
@@ -112,7 +111,7 @@ def choices(lengths: list[int], **more: Any) -> dict[int, Choice]:
     request = PlanRequest(2, 40_000, 8, 1, preset("llama3-8b"), **more)
     packed = pack_epoch(np.array(lengths), request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
-    assumptions = Assumptions(liger=True, gpu_gib=140.0)
+    assumptions = PlanAssumptions(liger=True, gpu_gib=140.0)
     answer = make_answer(make_report(request, packed), plans, packed, np.array(lengths), assumptions)
     return {choice.tokens_per_rank: choice for choice in answer.choices}
 

@@ -8,12 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.analysis import answer as estimates
-from distca_hf.analysis.answer import Assumptions, make_estimates
-from distca_hf.analysis.epoch import fit_lengths
+from distca_hf.analysis.answer import PlanAssumptions, make_estimates
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.models import PRESETS, ModelSize, SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
-from distca_hf.analysis.request import PlanRequest
+from distca_hf.analysis.request import PlanRequest, fit_lengths
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads
@@ -170,7 +169,7 @@ def test_plan_says_what_simulate_says(
     stages = 1 if pipeline is None else pipeline.num_stages
     plan = PlanRequest(ranks // stages, 32_768, 8, micro_steps * stages, LLAMA, pipeline=pipeline)
     profile = find_profile(cluster)
-    assumptions = Assumptions(liger=True, gpu_gib=gpu_gib_of(profile), seed=3, cluster=cluster)
+    assumptions = PlanAssumptions(liger=True, gpu_gib=gpu_gib_of(profile), seed=3, cluster=cluster)
     made = make_estimates(plan, fit_lengths(lengths, plan), assumptions, compare=compare)
     assert made is not None
     model = SimulatedModel.of(LLAMA)
@@ -200,14 +199,14 @@ def test_micro_batches_that_stages_do_not_divide() -> None:
     """Five micro-batches in two stages are three micro-steps of the same GPUs without them, and none is lost."""
     lengths = np.random.RandomState(0).lognormal(6, 1.0, 3000).astype(int).clip(1, 30_000)
     plan = PlanRequest(2, 32_768, 8, 5, LLAMA, pipeline=Pipeline(2))
-    request = Assumptions().simulation(plan).for_documents(fit_lengths(lengths, plan))
+    request = PlanAssumptions().simulation(plan).for_documents(fit_lengths(lengths, plan))
     step, *_ = request.steps(lengths)
     joined = request.without_stages(step)
 
     assert (request.gpus, request.accumulation, len(step), len(joined)) == (4, 3, 5, 3)
     assert [int(batch.sum()) <= request.num_ranks * 32_768 for batch in joined] == [True] * 3
     assert np.array_equal(np.concatenate(joined), np.concatenate(step))
-    made = make_estimates(plan, lengths, Assumptions())
+    made = make_estimates(plan, lengths, PlanAssumptions())
     assert made is not None
     assert made.simulated.way("pipeline_shaped").step_seconds > made.ours.step_seconds > 0
 
@@ -215,4 +214,4 @@ def test_micro_batches_that_stages_do_not_divide() -> None:
 @pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"gpu_gib": 0.0}, {"gpu_gib": float("nan")}])
 def test_assumptions_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="--"):
-        Assumptions(**wrong)  # type: ignore[arg-type]
+        PlanAssumptions(**wrong)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, profile_of_device
-from distca_hf.analysis.report.predictions import Predictor
+from distca_hf.analysis.report.estimates import Predictor
 from distca_hf.cli import app
 from distca_hf.trace_file import read_trace
 from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace, file_name

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis.report import figures as small_enough
 from distca_hf.analysis.report import run_folder
+from distca_hf.analysis.report.estimates import Predictor
 from distca_hf.analysis.report.figures import CallOfRanks, Seconds, chosen_calls, fitted
-from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.run_report import page_of, read_source
 from distca_hf.analysis.report.straggler import slow_server_in_words, straggler_in_words

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.check.run_check import Job, check
 from distca_hf.analysis.decoder_size import StateSize, state_size_of
+from distca_hf.analysis.epoch import PlannedMicroBatch, figures_of
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.first_step import PlannedMicroBatch, figures_of
 from distca_hf.analysis.memory import TrainingSetup
 from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile

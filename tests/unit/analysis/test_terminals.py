@@ -1,5 +1,4 @@
-"""distca plan on narrow terminals, without colours, without a terminal, without matplotlib, and on very few or many
-documents."""
+"""distca plan on narrow terminals, without colours, without a terminal, and on very few or many documents."""
 
 import fcntl
 import json
@@ -8,7 +7,6 @@ import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 import tracemalloc
 from pathlib import Path
@@ -17,13 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.answer import Assumptions, make_answer
-from distca_hf.analysis.command import figure_of
-from distca_hf.analysis.epoch import pack_epoch, plan_epoch
-from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.models import preset
-from distca_hf.analysis.request import PlanRequest
 from distca_hf.cli import app
 from support.commands import SCRIPTS
 
@@ -88,15 +80,6 @@ def test_without_a_terminal_there_are_only_words(lengths: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_without_matplotlib_a_picture_is_refused_before_anything_is_planned(lengths: Path) -> None:
-    code = "import sys; sys.modules['matplotlib'] = None; from distca_hf.cli import main; main()"
-    command = [sys.executable, "-c", code, "plan", lengths, "--gpus", "4", "--tokens-per-rank", "8192"]
-    plotted = subprocess.run([*command, "--plot", "work.png"], capture_output=True, text=True, check=False)
-    assert (plotted.returncode, plotted.stdout) == (2, "")
-    assert plotted.stderr == "distca: --plot needs matplotlib: pip install 'distca_hf[report]'\n"
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
 @pytest.mark.parametrize(("tokens", "ranks"), [(1, 1), (1, 64), (70, 8)])
 def test_one_row(tokens: int, ranks: int, tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(f"[{tokens}]")
@@ -122,21 +105,6 @@ def test_rows_do_not_stay_in_memory(name: str, tmp_path: Path) -> None:
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 40 * rows
-
-
-def test_a_picture_says_what_it_shows(lengths: Path) -> None:
-    request = PlanRequest(4, 8192, 8, 1, preset("qwen3-8b"))
-    tokens = read_lengths(lengths).tokens
-    packed = pack_epoch(tokens, request, seed=0)
-    plans = plan_epoch(request, packed.document_tokens, packed.epoch)
-    step = make_report(request, packed)
-    answer = make_answer(step, plans, packed, tokens, Assumptions())
-    figure = figure_of(answer)
-    title = figure.get_suptitle()
-    assert "Attention work" in title
-    assert "qwen3-8b, 4 ranks x 8,192 tokens" in title
-    assert f"{step.imbalance_before:.2f} times the mean" in title
-    assert all(panel.get_title(loc="left") and panel.get_xlabel() and panel.get_ylabel() for panel in figure.axes)
 
 
 @pytest.mark.parametrize("columns", [40, 80])

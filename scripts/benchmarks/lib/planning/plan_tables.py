@@ -7,8 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from distca_hf.analysis.epoch import PackedEpoch, pack_epoch
-from distca_hf.analysis.first_step import largest_rank_bytes, make_report
+from distca_hf.analysis.epoch import PackedEpoch, largest_rank_bytes, make_report, pack_epoch
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.cost import imbalance

@@ -6,7 +6,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from distca_hf.analysis.first_step import largest_rank_bytes
+from distca_hf.analysis.epoch import largest_rank_bytes
 from distca_hf.analysis.models import preset
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
