@@ -61,12 +61,13 @@ class Tracer:
             while caller is not None and file_of(caller) is None:
                 caller = caller.f_back
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            comes = any(self.has(frame.f_locals[name]) for name in names if name not in ("self", "cls"))
+            given = frame.f_locals if code.co_name == "__post_init__" else set(names) - {"self", "cls"}
+            comes = any(self.has(frame.f_locals[name]) for name in given)
             where = ("", 0) if caller is None else (str(file_of(caller)), caller.f_lineno)
             self._open.append(Call(*where, file, code.co_qualname, comes))
             self.events.append((True, self._open[-1]))
         elif self._open:
-            made = frame.f_locals["self"] if frame.f_code.co_name == "__init__" else value
+            made = frame.f_locals["self"] if frame.f_code.co_name in ("__init__", "__post_init__") else value
             self._open[-1].leaves = self.has(made)
             self.events.append((False, self._open.pop()))
             # Once the offsets are made, nothing is followed further.
