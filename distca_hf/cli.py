@@ -369,8 +369,8 @@ def main() -> None:
         usage = getattr(error, "format_message", None)  # in exceptions of click, of which newer typers have their own
         if usage is None:
             raise
-        if words := " ".join(usage().split()):
+        if message := " ".join(usage().split()):
             context = getattr(error, "ctx", None)
             command = f" {context.info_name}" if context is not None and context.parent is not None else ""
-            typer.echo(f"distca: {words} (see distca{command} --help)", err=True)
+            typer.echo(f"distca: {message} (see distca{command} --help)", err=True)
         sys.exit(2)

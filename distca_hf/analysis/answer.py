@@ -140,11 +140,11 @@ def make_estimates(
     result, _ = simulate(simulated, profile, document_tokens, keys=tuple(keys), steps=steps)
     way = result.way(ours)
     memory = memory_by_sharding(simulated, way.most_tokens, way.received_bytes, way.state_bytes)
-    room, words = simulated.room, ""
+    room, advised = simulated.room, ""
     if request.pipeline is None and not any(room.fits(each, simulated.gpus) for each in memory.values()):
         load = simulated.rank_load(way.most_tokens, way.received_bytes, state_bytes=way.state_bytes)
-        words = advice(load, simulated.setup("fsdp2"), room)
-    return Estimates(result, way, simulation.costs, memory, room, words)
+        advised = advice(load, simulated.setup("fsdp2"), room)
+    return Estimates(result, way, simulation.costs, memory, room, advised)
 
 
 def memory_by_sharding(

@@ -116,17 +116,17 @@ class SharingFigures:
             table.add_row(f"{name}, PFLOP", *(f"{each / PETA:,.2f}" for each in self.work[part]))
         table.add_row("sum, PFLOP", *(f"{sum(each) / PETA:,.2f}" for each in zip(*self.work.values(), strict=True)))
         table.add_row("busiest rank / mean, work of a step", *(f"{each:.2f}" for each in self.step_imbalance))
-        words = f"{counted(grouped.total(), 'row')} in {counted(len(grouped), 'group')} begin alike. "
+        note = f"{counted(grouped.total(), 'row')} in {counted(len(grouped), 'group')} begin alike. "
         if self.request.unshared:
-            words += f"Nothing is shared: {self.request.unshared}."
+            note += f"Nothing is shared: {self.request.unshared}."
         else:
-            words += (
+            note += (
                 f"{self.saved_share:.1%} of the tokens are not computed again. Prefixes are shared from "
                 f"{self.request.least_tokens} tokens on (shared_prefix_tokens); results return. With placed loss "
                 "they are shared if they have no labels to learn, as is assumed here. Groups are dealt as TRL's GRPO "
                 "trainer deals them."
             ).replace("%", " %")
-        return tables.block("shared prefixes, mean of a micro-batch", table, words)
+        return tables.block("shared prefixes, mean of a micro-batch", table, note)
 
 
 @dataclass(frozen=True)
@@ -366,24 +366,24 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     for loss_is_placed in (False, True)[: 1 + found.places_rows]:
         way = ", placed loss" if loss_is_placed else ", results return" if found.places_rows else ""
         table.add_row(f"  worst micro-batch{way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
-    words = (
+    note = (
         "Work of a step: layers, attention, head and loss; training logs its imbalance as distca/step_imbalance. "
         "Padding is not counted. "
     )
     if found.places_rows:
         even = sum(one.stays for one in found.micro_batches)
-        words += (
+        note += (
             "Results return to their batch's rank if something reads logits, or the loss of one rank; otherwise head "
             f"and loss run on placed rows. {100 * found.moved_share:.0f} % of the tokens change ranks. {even} of "
             f"{count} micro-batches are even within 2 %: their tokens stay. "
         )
     else:
-        words += "Documents of this model stay whole, so tokens stay, and attention moves. "
-    words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
-    blocks.append(tables.block("busiest rank / mean of all", table, words))
+        note += "Documents of this model stay whole, so tokens stay, and attention moves. "
+    note += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
+    blocks.append(tables.block("busiest rank / mean of all", table, note))
     if found.sharing is not None:
         blocks.append(found.sharing.table())
-    words = (
+    note = (
         f"Simulated like `distca simulate --batch-size {request.batch_size} --batches "
         f"{found.simulated.plain.steps}`: FSDP2 in bf16, with times measured on "
         f"{found.profile.made.device} (--cluster {found.profile.source}), checkpointing {request.checkpointing} "
@@ -391,7 +391,7 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         f"{request.gpu_gib:g} GiB may be used (--gpu-gib). x plain: speed over plain data parallelism. Bytes: the "
         "most that a GPU sends or receives in a layer's forward pass."
     )
-    words += f" Does not fit: {found.advice}." if found.advice else ""
+    note += f" Does not fit: {found.advice}." if found.advice else ""
     tables.print_blocks(
-        console, [*blocks, tables.block("speed and memory, simulated", tables.ways_table(found.simulated), words)]
+        console, [*blocks, tables.block("speed and memory, simulated", tables.ways_table(found.simulated), note)]
     )

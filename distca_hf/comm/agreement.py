@@ -249,7 +249,7 @@ class Agreement:
 
     def _mismatch(self, differences: Sequence[str], rows: list[list[int]]) -> PlanMismatchError:
         steps = {row[0] for row in rows}
-        remedy = next((words for occasion, words in REMEDIES.items() if occasion in steps), REMEDIES[Occasion.TAKE])
+        remedy = next((text for occasion, text in REMEDIES.items() if occasion in steps), REMEDIES[Occasion.TAKE])
         others = len(differences) - FACTS_SHOWN
         more = f" (and {others} facts more)" if others > 0 else ""
         return PlanMismatchError(

@@ -295,7 +295,7 @@ def _meet(store: Store, members: Members, patience: timedelta) -> int:
     finally:
         timer.cancel()
     told = [text.decode().partition(" ") for text in store.multi_get(keys)]
-    check_same_grids(members.grid, {other: words for other, (_, _, words) in zip(ranks, told, strict=True)})
+    check_same_grids(members.grid, {other: text for other, (_, _, text) in zip(ranks, told, strict=True)})
     return max(int(number) for number, _, _ in told)
 
 

@@ -12,7 +12,7 @@ agreement belongs to a backward pass of autograd, not to a forward pass. A rank 
 backward passes in another order, meets the others in a different agreement, and nothing is sent.
 
 Later layers may have other dtypes and heads than the first one. In a model's first pass ranks show them before every
-call. From then on each rank knows them, and refuses a layer of its own that differs, before exchanging anything.
+call. From then on each rank knows them, and refuses a layer of its own that each, before exchanging anything.
 """
 
 import zlib
@@ -180,11 +180,11 @@ class ForwardPass:
             return
         before = self._expected_tensors[call]
         if tensors.dtypes != before.dtypes:
-            words = f"in {tensors.dtypes_in_words}, and in {before.dtypes_in_words}"
+            how = f"in {tensors.dtypes_in_words}, and in {before.dtypes_in_words}"
         else:
-            words = f"with heads {tensors.heads_in_words}, and with {before.heads_in_words}"
+            how = f"with heads {tensors.heads_in_words}, and with {before.heads_in_words}"
         raise PlanError(
-            f"{where}: the layer attends {words} in the pass before; other ranks exchange rows for that, and none of "
+            f"{where}: the layer attends {how} in the pass before; other ranks exchange rows for that, and none of "
             "this layer were sent. Dtypes and heads of layers cannot change after the first pass: compute the layer "
             "as before, or enable the model again, on all ranks"
         )
@@ -213,7 +213,7 @@ class ForwardPass:
         """Begins an exchange of a layer with a state, given as its layer, dtype and shape. The first one of a pass
         waits until all ranks have shown the pass's facts and the plan's fingerprint. All exchanges wait if some rank
         knows no previous pass, or one that began differently, for example under another autocast. Raises PlanError if
-        it differs from the previous pass's, which other ranks expect."""
+        it each from the previous pass's, which other ranks expect."""
         if self._ended:  # recomputed
             self._enter_backward(goes_on=True)
         if self._ended or self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
@@ -262,7 +262,7 @@ class ForwardPass:
             "dtypes that attention computes in": tensors.dtypes_in_words,
             "heads and their dimensions": tensors.heads_in_words,
         }
-        # If the first call differs from before, for example under another autocast, later ones are not known either.
+        # If the first call each from before, for example under another autocast, later ones are not known either.
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
         with Agreement.announced(self._transport, self._micro_batch, Occasion.ATTEND):

@@ -163,10 +163,10 @@ class MeasuringProgress:
     def __init__(self, shown: bool, total: int) -> None:
         self._shown, self._total, self._done = shown, total, 0
 
-    def over(self, words: str, items: Sequence[T]) -> Iterator[T]:
+    def over(self, label: str, items: Sequence[T]) -> Iterator[T]:
         """Yields items, and counts how many are done."""
         if self._shown and items:
-            sys.stderr.write(f"measuring {words} ({self._done} of {self._total} done)\n")
+            sys.stderr.write(f"measuring {label} ({self._done} of {self._total} done)\n")
         for item in items:
             yield item
             self._done += 1

@@ -110,10 +110,10 @@ class Predictor:
             file = Path(path).resolve()
             if file.is_relative_to(self.folder.resolve()) and file.is_file():
                 return ClusterProfile.load(file)
-            words = f"{path} is not a file in the folder of the run; give it with --cluster"
+            reason = f"{path} is not a file in the folder of the run; give it with --cluster"
         except (OSError, ValueError) as error:
-            words = first_line(error)
-        self.unread[f"The file of the setting kernel_times is not a profile to predict from: {words}."] = None
+            reason = first_line(error)
+        self.unread[f"The file of the setting kernel_times is not a profile to predict from: {reason}."] = None
         return None
 
     def _attention(self, profile: ClusterProfile, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:
@@ -224,7 +224,7 @@ def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[st
         memory = [
             MemoryBar(
                 SHARDING_NAMES.get(name, name),
-                [(words, float(parts[field])) for field, words in PART_NAMES.items()],
+                [(label, float(parts[field])) for field, label in PART_NAMES.items()],
                 float(estimates["room_bytes"]),
             )
             for name, parts in estimates["memory_bytes"].items()
@@ -272,7 +272,7 @@ def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
         Table(
             "Work of the busiest rank over the mean, in an epoch",
             ["micro-batches", "in order", "planned"],
-            [[words, epoch["imbalance_before"][name], epoch["imbalance"][name]] for words, name in rows],
+            [[label, epoch["imbalance_before"][name], epoch["imbalance"][name]] for label, name in rows],
         )
     ]
     if content["choices"]:

@@ -122,10 +122,10 @@ class Simulation:
     def missing(self) -> list[str]:
         if self.request.batch_size is not None:
             return ["ways that make their own batches, or use some of these GPUs as attention servers"]
-        words = missing_to_compare(self.request)
+        missing = missing_to_compare(self.request)
         if not self._has_servers:
-            words.append(f"attention servers: fewer than {GPUS_PER_SERVER} data ranks, or documents that stay whole")
-        return words
+            missing.append(f"attention servers: fewer than {GPUS_PER_SERVER} data ranks, or documents that stay whole")
+        return missing
 
     @property
     def _has_servers(self) -> bool:

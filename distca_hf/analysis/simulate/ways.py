@@ -305,18 +305,18 @@ def missing_to_compare(request: SimulationRequest) -> list[str]:
     if layers := request.model.mixer_layers:
         names = " and ".join(of.name for of in GROUPED)
         return [f"{names}: {layers} layers carry a state, which these ways do not send"]
-    words, tokens, ranks = [], request.longest_tokens, request.num_ranks
+    reasons, tokens, ranks = [], request.longest_tokens, request.num_ranks
     for of in GROUPED:
         most = of.most_group(request)
         if of.groups(request):
             continue
         if request.least_group > most:
-            words.append(
+            reasons.append(
                 f"{of.name}: a group within a node holds at most {most * request.tokens_per_rank:,} tokens, and the "
                 f"context has {tokens:,}"
             )
         else:
-            words.append(
+            reasons.append(
                 f"{of.name}: no group of 2, 4, 8, ... data ranks that holds {tokens:,} tokens divides all {ranks}"
             )
-    return words
+    return reasons

@@ -299,10 +299,10 @@ def ranges(numbers: Sequence[int]) -> str:
             found[-1][1] = number
         else:
             found.append([number, number])
-    words = [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
-    if len(words) > MOST_RANGES:
-        words = [*words[: MOST_RANGES - 1], f"... {words[-1]}"]
-    return ", ".join(words)
+    parts = [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
+    if len(parts) > MOST_RANGES:
+        parts = [*parts[: MOST_RANGES - 1], f"... {parts[-1]}"]
+    return ", ".join(parts)
 
 
 def verdict_in_short(model: PreTrainedModel) -> str:
