@@ -68,7 +68,7 @@ MOST_BARS = 32
 # Smallest ratio of step times that counts as faster: runs differ by about this much.
 WORTH_IT = 1.02
 # Characters next to the two bars of a rank, and range of the length of a bar.
-COLUMNS_BESIDE_BARS = 22
+COLUMNS_OF_NUMBERS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
 # Ways that are simulated if no others are asked for.
 WAYS_OF_SPEED = 3
@@ -127,7 +127,7 @@ def in_short(answer: PlanAnswer) -> str:
     if answer.estimates is None:
         return text
     if answer.step.request.pipeline is not None:
-        return f"{text} {answer.estimates.simulated.beside_stages()} These are estimates; see below."
+        return f"{text} {answer.estimates.simulated.compared_with_stages()} These are estimates; see below."
     faster, memory = answer.estimates.ours.times_as_fast, answer.estimates.memory["fsdp2"]
     room = answer.estimates.room
     usable = "" if memory.total <= room.gpu_bytes else f", which does not fit: {in_gib(room.gpu_bytes)} GiB are usable"
@@ -185,7 +185,7 @@ def _figures(report: StepReport) -> RenderableType:
 
 def _bars(report: StepReport, console: Console) -> RenderableType:
     unicode = console.encoding.lower().startswith("utf")
-    characters = min(MOST_BAR_CHARACTERS, max(FEWEST_BAR_CHARACTERS, (console.width - COLUMNS_BESIDE_BARS) // 2))
+    characters = min(MOST_BAR_CHARACTERS, max(FEWEST_BAR_CHARACTERS, (console.width - COLUMNS_OF_NUMBERS) // 2))
     num_ranks = report.request.num_ranks
     each = ceil_div(num_ranks, MOST_BARS)
     before = list(_heaviest(report.work_before, each))

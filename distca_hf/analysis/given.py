@@ -235,9 +235,7 @@ class GivenAnswer:
         before, after, with_loss = (
             each / count for each in (returned.step_imbalance_before, returned.step_imbalance, placed.step_imbalance)
         )
-        now = (
-            f"{with_loss:.2f} times, or {after:.2f} where results return" if self.places_rows else f"{after:.2f} times"
-        )
+        now = f"{with_loss:.2f} times, or {after:.2f} if results return" if self.places_rows else f"{after:.2f} times"
         faster = " or ".join(f"{way.times_as_fast:.2f}" for way in reversed(ours))
         shared = "" if self.sharing is None else self.sharing.in_short
         return (

@@ -178,8 +178,8 @@ class RunReport:
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
         extra = len(plan.facts.speeds) - num_ranks
-        beside = f"and {count(extra, 'attention server')} " if extra > 0 else ""
-        nodes = f"{beside}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
+        servers = f"and {count(extra, 'attention server')} " if extra > 0 else ""
+        nodes = f"{servers}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
         grid = plan.transport.grid
         ranks, each = grid.in_words(), "" if grid.is_flat else " per data rank"
         if not isinstance(plan, PlacedPlan):

@@ -196,8 +196,8 @@ def open_transport(
     except RuntimeError as error:
         raise _nobody_came(rollcall, members, time.monotonic() - began, error) from error
     finally:
-        for alone in padding:
-            dist.destroy_process_group(alone)
+        for group in padding:
+            dist.destroy_process_group(group)
     rollcall.announce_uncaught_errors()
 
     def whereabouts(transport: TorchTransport) -> Whereabouts:

@@ -71,7 +71,7 @@ class DrawnRows:
         for row, drawn in draws.items():
             if (inputs := inputs_of(drawn)) != self.inputs:
                 raise PackingError(
-                    f"row {row}: the dataset's transform gives {in_words(inputs)} besides tokens, and "
+                    f"row {row}: the dataset's transform gives {in_words(inputs)} in addition to tokens, and "
                     f"{in_words(self.inputs)} for row 0; give every row the same inputs of the model"
                 )
         return draws

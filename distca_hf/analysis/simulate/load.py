@@ -142,7 +142,7 @@ class Hidden:
         exchanges: their seconds.
         chunks: parts that rows come in. Results of a chunk leave while the next one is attended.
         moves_queries: whether queries move on any rank.
-        beside: seconds by which a second of exchange delays kernels.
+        kernel_delay: seconds by which a second of exchange delays kernels.
         keeps: whether rows of others are kept until backward; otherwise they are sent again for recomputation and for
             backward, there with the outputs of queries that move.
         gathering: remaining seconds of gathering the next layer's weights when rows leave: both share the wires.
@@ -151,7 +151,7 @@ class Hidden:
     exchanges: Exchanges
     chunks: int = 1
     moves_queries: bool = False
-    beside: float = 0.0
+    kernel_delay: float = 0.0
     keeps: bool = True
     gathering: float = 0.0
 
@@ -182,7 +182,7 @@ class Hidden:
     def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
         """Returns the seconds by which exchanges delay kernels that run meanwhile; kernels that wait lose nothing."""
         waits = seconds - kernels
-        return self.beside * np.clip(sent - waits, 0.0, kernels)
+        return self.kernel_delay * np.clip(sent - waits, 0.0, kernels)
 
 
 def waited_for(kernels: Passes, layers: int, exchanges: FloatArray, sent: FloatArray) -> Attention:

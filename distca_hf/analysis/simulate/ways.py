@@ -218,13 +218,13 @@ def _total(seconds: Passes) -> Passes:
     return Passes(np.array(seconds.forward.sum()), np.array(seconds.backward.sum()))
 
 
-def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, beside: float) -> FloatArray:
+def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, kernel_delay: float) -> FloatArray:
     """Returns the seconds of all steps after the first. Each waits for keys that arrive during the step before.
-    `beside`: seconds by which a second of exchange delays kernels."""
+    `kernel_delay`: seconds by which a second of exchange delays kernels."""
     if not steps:
         return np.zeros_like(first)
     waits = np.maximum(0.0, sends - first) + (steps - 1) * np.maximum(0.0, sends - step)
-    return steps * step + waits + beside * steps * np.minimum(sends, np.maximum(first, step))
+    return steps * step + waits + kernel_delay * steps * np.minimum(sends, np.maximum(first, step))
 
 
 def group_exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:

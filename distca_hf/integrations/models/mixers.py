@@ -216,7 +216,7 @@ class MixerWatch:
             return False
         return True
 
-    def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
+    def keywords_of_local_pass(self, batch: Batch, trains: bool) -> dict[str, object]:
         """Returns further keywords for a local pass of this rank. Raises UnsupportedAttentionError if ZeRO-3 divides
         the weights of mixers; PackingError if nothing says where documents begin, sources disagree, or the batch asks
         for a cache."""

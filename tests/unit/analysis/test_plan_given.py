@@ -295,7 +295,7 @@ def test_plan_and_simulate_agree(lengths: Path, monkeypatch: pytest.MonkeyPatch)
     assert [way["key"] for way in planned["ways"]] == ["plain", "given", "given_loss"]
     assert (simulated["batch_size"], simulated["tokens_per_rank"]) == (3, None)
     printed = CliRunner().invoke(app, ["plan", str(lengths), "--gpus", "4", *options]).output
-    assert f"{planned['step_imbalance']:.2f} where results return" in " ".join(printed.split())
+    assert f"{planned['step_imbalance']:.2f} if results return" in " ".join(printed.split())
     (choice,) = (one["in_short"] for one in simulated_all["simulations"])
     for answered, said in (
         (planned, planned["in_short"]),
