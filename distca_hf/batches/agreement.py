@@ -196,10 +196,10 @@ class GivenAgreement:
                 "work of towers": image_work,
                 "form of pixels": 0 if read.images is None else _number_of(read.images.form),
                 "learns nothing": int(number == 0 and read.learns_nothing),
-                # By bit; bit 0: the rank holds any of them.
+                # One bit for each of `MEDIA_DTYPES`; bit 0 (None): the rank has images at all.
                 "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
                 "images that may move": -1 if read.images is None or not may_move(batch) else len(read.images.sizes),
-                # By bit: whether towers wait for those of all ranks; whether they need gradients.
+                # Bit 0: whether towers wait for each other; bit 1: whether they need gradients.
                 "towers": images_wait + 2 * any(gradients_of[1:]),
             }
             if self._transport.grid.shape[2] > 1:

@@ -61,10 +61,10 @@ class RollCall:
         self,
         store: Store,  # reachable as long as possible; the launcher's own, if there is one
         rank: int,
-        ranks: Sequence[int],  # of the group, as they are numbered in the job
-        # How long ranks are waited for that neither sign in nor left a message.
+        ranks: Sequence[int],  # ranks of the group, as they are numbered in the job
+        # How long to wait for ranks that neither sign in nor left a message.
         patience_seconds: float = PATIENCE_SECONDS,
-        names: Mapping[int, str] | None = None,  # of ranks in messages, if they are not just their numbers
+        names: Mapping[int, str] | None = None,  # names of ranks in messages; by default their numbers
     ) -> None:
         self._store = PrefixStore("distca_hf/rollcall", store)
         self._rank = rank
@@ -116,7 +116,7 @@ class RollCall:
                         waiting.discard(rank)
                     elif self._store.check([f"here/{rank}"]):
                         waiting.discard(rank)
-                        with suppress(ValueError):  # of somebody else, who reaches the store
+                        with suppress(ValueError):  # an entry of somebody else, who reaches the store
                             late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
                             if late_seconds > self._patience_seconds:
                                 found[rank] = f"came {late_seconds:.0f} s late"

@@ -56,7 +56,7 @@ class StreamDocument:
 class Snapshot:
     """State of a part of the stream."""
 
-    # Read before, in this pass.
+    # Documents and rows that were read before, in this pass.
     documents: int = 0
     rows: int = 0
     state: str = ""  # JSON; empty at the beginning

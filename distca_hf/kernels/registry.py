@@ -151,7 +151,7 @@ class Entry:
         return None if found else f"is not installed{how}"
 
 
-# Of FlashAttention 2, which comes as a package and with torch. Torch has no softcap.
+# Limits of FlashAttention 2 as it comes with torch, which has no softcap.
 FLASH2_OF_TORCH = Capabilities(
     "cuda",
     HALF,

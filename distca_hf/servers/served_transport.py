@@ -69,7 +69,7 @@ class ServedTransport:
         among_trainers: Transport,  # transport of the trainers only
         device: torch.device,
         all_servers: Servers,  # servers that were launched, whether they are alive or not
-        settings: Mapping[str, object],  # of the plugin, for the servers
+        settings: Mapping[str, object],  # the plugin's settings, for the servers
         # Deadlines of an exchange, and for all servers to come at the beginning.
         timeout_seconds: float,
         patience_seconds: float,

@@ -69,7 +69,7 @@ class Step:
 
     inputs: StepInputs
     pairs: IntArray  # `[micro_batches]` attended pairs of a layer, of the busiest data rank
-    tokens: int  # of all ranks, without padding
+    tokens: int  # tokens of all ranks, without padding
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ from sweep import (
 
 TENSOR = {"tp_size": 2, "fsdp_size": 2}
 EXPERTS = {"ep_size": 2, "fsdp_size": 2}
-# Of a refusal: the class, which the table names.
+# The beginning of a refusal: the class, which the table names already.
 OPENING = re.compile(r"^\w+ cannot [^:]*: ")
 # A difference that is rounding; others are told with words.
 NUMBER = re.compile(r"^\d\.\de[+-]\d\d$")

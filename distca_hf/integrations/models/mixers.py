@@ -130,7 +130,7 @@ class MixerWatch:
         self._named = f"{len(self.mixers)} parts of {type(model).__name__} ({named})"
         self._called = [CalledFunctions(mixer) for mixer in classes.values()] if self.carry else []
         self._apart: list[Apart] = []
-        self._rows: CarriedRows | DocumentRows | None = None  # of the present pass
+        self._rows: CarriedRows | DocumentRows | None = None  # rows of the present pass
 
     def enter(self) -> None:
         """Makes mixers keep documents apart, and logs it."""
