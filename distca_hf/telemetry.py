@@ -45,8 +45,8 @@ def this_rank() -> int:
 
 
 def warn(message: str, stacklevel: int) -> None:
-    """Warns on rank 0 of the job. Python shows a repeated warning once. `stacklevel` is that of `warnings.warn`, seen
-    from the caller."""
+    """Warns on rank 0 of the job. Python shows a repeated warning once. `stacklevel` is counted as in
+    `warnings.warn`, from the caller."""
     if this_rank() == 0:
         warnings.warn(message, stacklevel=stacklevel + 1)
 

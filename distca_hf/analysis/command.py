@@ -27,6 +27,23 @@ from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.config import OverlongPolicy
 
 
+# Maximum number of bars. With more ranks, several share a bar, which shows the heaviest of them.
+MOST_BARS = 32
+# Smallest ratio of step times that counts as faster: runs differ by about this much.
+WORTH_IT = 1.02
+# Characters next to the two bars of a rank, and range of the length of a bar.
+COLUMNS_OF_NUMBERS = 22
+FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
+# Ways that are simulated if no others are asked for.
+WAYS_OF_SPEED = 3
+WAYS_NOTE = (
+    "x plain: speed over plain packing. Bytes: the most that a GPU sends or receives in a layer's forward pass. *: "
+    "leaves out attention where it cuts documents. `distca simulate` has more figures."
+)
+# Minimum width of a terminal, in characters, for all columns of the table of choices.
+CHOICES_COLUMNS = 60
+
+
 def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
     """Runs `distca plan`. Prints output at the very end: nothing is printed before an error."""
     shape = find_model(options.model)
@@ -61,23 +78,6 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         )
     else:
         print_answer(answer, tables.Terminal(), "" if groups is None else groups.in_words(UNSHARED))
-
-
-# Maximum number of bars. With more ranks, several share a bar, which shows the heaviest of them.
-MOST_BARS = 32
-# Smallest ratio of step times that counts as faster: runs differ by about this much.
-WORTH_IT = 1.02
-# Characters next to the two bars of a rank, and range of the length of a bar.
-COLUMNS_OF_NUMBERS = 22
-FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
-# Ways that are simulated if no others are asked for.
-WAYS_OF_SPEED = 3
-WAYS_NOTE = (
-    "x plain: speed over plain packing. Bytes: the most that a GPU sends or receives in a layer's forward pass. *: "
-    "leaves out attention where it cuts documents. `distca simulate` has more figures."
-)
-# Minimum width of a terminal, in characters, for all columns of the table of choices.
-CHOICES_COLUMNS = 60
 
 
 def print_answer(answer: PlanAnswer, console: Console, remark: str = "") -> None:

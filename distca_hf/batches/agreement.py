@@ -118,7 +118,7 @@ class ShownNumbers(NamedTuple):
         is_planned: whether all ranks planned this micro-batch ahead, under the same number.
         most_images: images and videos of the rank that has most; 0 if some rank's must stay.
         image_dtype: dtype of their pixels; None without any, or of one that is not moved.
-        images_wait: whether on some rank a tower waits for those of all ranks.
+        images_wait: whether on some rank a tower waits for the towers of all ranks.
         images_train: whether towers, or what follows them, need gradients on some rank.
         most_borders: borders of runs of image tokens of the rank that has most; see `ReadDocuments`.
         images_even: largest over mean work of the ranks' images; None unless it is small, all ranks have some, and

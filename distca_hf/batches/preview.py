@@ -80,7 +80,7 @@ class PlacedData:
     Attributes:
         planner: plans its micro-batches.
         document_tokens: `[documents]` lengths of all documents.
-        micro_batches: those of the epoch, or of its rest.
+        micro_batches: micro-batches of the epoch, or of its rest.
         first: index of the next one.
         micro_steps: micro-batches of an optimizer step within which documents are divided anew.
         per_epoch: micro-batches of a whole epoch; None for a stream, of which only the buffer is known.
@@ -178,8 +178,8 @@ class RunReport:
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
         extra = len(plan.facts.speeds) - num_ranks
-        servers = f"and {count(extra, 'attention server')} " if extra > 0 else ""
-        nodes = f"{servers}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
+        others = f"and {count(extra, 'attention server')} " if extra > 0 else ""
+        nodes = f"{others}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
         grid = plan.transport.grid
         ranks, each = grid.in_words(), "" if grid.is_flat else " per data rank"
         if not isinstance(plan, PlacedPlan):

@@ -159,8 +159,8 @@ def open_transport(
         device: where the rows to exchange live; decides between NCCL and gloo.
         agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
         members: the ranks; by default all of the initialised process group.
-        in_thread: whether only a background thread uses it. Its calls come at any time between those of training, so
-            ranks that wait in vain are not looked for.
+        in_thread: whether only a background thread uses it. Its calls come at any time between calls of training, so
+            nothing looks for ranks that wait in vain.
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet; or torch cannot open

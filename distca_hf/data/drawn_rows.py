@@ -42,7 +42,7 @@ class DrawnRows:
     """Rows that a transform makes on access. A column `length` must announce their lengths. With epoch and row, `seed`
     decides what a transform draws at random.
 
-    Attributes: see `StoredRows`; columns are those of the first row.
+    Attributes: see `StoredRows`; columns are the first row's.
 
     Raises:
         PackingError: no lengths are announced, or the first row cannot be drawn.

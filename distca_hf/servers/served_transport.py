@@ -309,8 +309,8 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows under way; a lost server may make the step fail. `progress` is that of the GPU, if the exchange belongs to
-    no step."""
+    """Rows under way; a lost server may make the step fail. `progress`: progress of the GPU, if the exchange belongs
+    to no step."""
 
     def __init__(self, transport: ServedTransport, exchange: Exchange, progress: StreamProgress | None) -> None:
         self._transport, self._exchange, self._progress = transport, exchange, progress

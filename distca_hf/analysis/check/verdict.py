@@ -35,7 +35,7 @@ from distca_hf.integrations.models.structure import (
     attention_layers,
     text_decoder,
     towers,
-    weights_beside_text,
+    weights_outside_text,
 )
 from distca_hf.kernels.registry import KERNELS, why_not
 
@@ -114,7 +114,7 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
         of_kind = kind.heads, kind.mask.window_tokens, norms_heads, *tiles
         counted[LayerSize(1, _numbers(modules[name]), mlp_size, *of_kind)] += 1
     in_layers = {weight for name in names for weight in modules[name].parameters()}
-    elsewhere = in_layers | set(weights_beside_text(model).values())
+    elsewhere = in_layers | set(weights_outside_text(model).values())
     head = getattr(model.get_output_embeddings(), "weight", None)
     return DecoderSize(
         hidden_size=hidden_size,

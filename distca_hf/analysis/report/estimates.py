@@ -1,4 +1,4 @@
-"""Estimates: figures of a report that nobody measured: predicted seconds of a run, and JSON that other commands print.
+"""Estimates: figures of a report that were not measured: predicted seconds of a run, and JSON of other commands.
 
     tasks of a rank, by kind of layers ── kernel times of the profile ── attention
     tokens of a rank                   ── layer times of the profile  ── everything else
@@ -37,9 +37,9 @@ class Predictor:
     """Predicts the micro-batches of a run.
 
     Args:
-        named: profile for all ranks; None: the one of the setting `kernel_times` if it is in the run's folder and of
-            a rank's GPU, else the shipped one of this GPU.
-        folder: of the run. A trace may name any file; files outside the folder are not opened.
+        named: profile for all ranks; None: the profile in the setting `kernel_times`, if it is in the run's folder
+            and was measured on a rank's GPU; else the shipped one of that GPU.
+        folder: folder of the run. A trace may name any file; files outside the folder are not opened.
 
     Attributes:
         notes: everything that was extrapolated beyond measured sizes, or taken from other heads.
@@ -381,7 +381,7 @@ def read_given(content: Mapping[str, Any], source: str) -> Report:
         source=source,
         steps=[],
         summary=[str(content["in_short"])],
-        notes=["Nothing is measured: work is that of the plan, seconds and memory are estimates."],
+        notes=["Nothing is measured: work comes from the plan, seconds and memory are estimates."],
         tables=[
             Table(f"{world}: busiest rank over the mean", ["", "as given", way], rows),
             table_of_ways(world, content["ways"], "As distca simulate has it."),

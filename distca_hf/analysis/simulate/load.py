@@ -63,7 +63,7 @@ class Load:
         bytes_per_layer: most bytes that a rank sends or receives in a full layer's forward pass.
         left_out_pairs: attended pairs of all layers that are lost because documents are cut at borders.
         saves_attention: whether outputs are kept under activation checkpointing.
-        beside_seconds: further seconds of the micro-batch, such as planning in the step.
+        further_seconds: further seconds of the micro-batch, such as planning in the step.
         head_tokens: `[ranks]` tokens that each rank's head computes; None: its layers' tokens.
         state_bytes: as `bytes_per_layer`, of a mixer.
         prefixes: `[documents]` tokens of each document that layers compute for another one; None if there are none.
@@ -74,7 +74,7 @@ class Load:
     bytes_per_layer: float = 0.0
     left_out_pairs: float = 0.0
     saves_attention: bool = False
-    beside_seconds: float = 0.0
+    further_seconds: float = 0.0
     head_tokens: IntArray | None = None
     state_bytes: int = 0
     prefixes: IntArray | None = None
@@ -256,7 +256,7 @@ def ours(
         kinds,
         wires.most_bytes,
         saves_attention=saves_attention,
-        beside_seconds=waits,
+        further_seconds=waits,
         state_bytes=state_bytes,
     )
 
@@ -288,7 +288,7 @@ def rows_placed(
         seconds += exchange_seconds(cluster, hidden * results.T).max()
         seconds += exchange_seconds(cluster, hidden * results).max()
         seconds += 2 * costs.copy_seconds(2 * hidden * copied)
-    return replace(load, beside_seconds=load.beside_seconds + float(seconds))
+    return replace(load, further_seconds=load.further_seconds + float(seconds))
 
 
 def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes]:

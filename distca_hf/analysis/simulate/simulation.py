@@ -181,7 +181,7 @@ class Simulation:
         return [ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plan_step(planner, step)]
 
     def _served(self, step: Step) -> list[Load]:
-        planner = self.request.planner_beside(self.request.num_servers)
+        planner = self.request.planner_with_servers(self.request.num_servers)
         # Servers keep no rows until recomputation.
         keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
         gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)

@@ -204,7 +204,9 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         return rows_placed(costs, cluster, home, load, layout, loss_is_placed=False)
 
     def served() -> Load:
-        planner = SimulationRequest(model, gpus, total // gpus, int(lengths.max())).planner_beside(setting.servers)
+        planner = SimulationRequest(model, gpus, total // gpus, int(lengths.max())).planner_with_servers(
+            setting.servers
+        )
         with_servers = replace(cluster, num_ranks=gpus, ranks_per_node=1 if setting.slow else gpus)
         return load_of(with_servers, planner.plan(lengths), chunks, True)
 
