@@ -300,7 +300,8 @@ class CheckedTransport:
         self._number = 0
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an exchange that all ranks mean. One between tensor ranks is not compared: it follows one of rows.
+        """Starts an exchange once all ranks have shown that they mean the same one. One between tensor ranks is not
+        compared: it follows an exchange of rows.
         Raises PlanMismatchError if ranks mean different exchanges, or one sends what another does not expect. Names
         both places, or both numbers of rows; nothing was sent."""
         if asked.scope is Scope.TENSOR:

@@ -187,14 +187,14 @@ class Announcement:
 def show_errors_once() -> None:
     """From now on, shows our uncaught errors once per job. Calling it again changes nothing."""
     hook: ExceptHook = sys.excepthook
-    while isinstance(hook, Announcement):  # of plugins that have opened their groups
+    while isinstance(hook, Announcement):  # hooks of plugins that have opened their groups
         hook = hook.earlier
     if not isinstance(hook, ShownOnce):
         sys.excepthook = ShownOnce(sys.excepthook)
 
 
 class ShownOnce:
-    """An exception hook."""
+    """An exception hook that shows an error of several ranks only on the first of them."""
 
     def __init__(self, earlier: ExceptHook) -> None:
         self._earlier = earlier

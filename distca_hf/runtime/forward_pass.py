@@ -12,7 +12,7 @@ agreement belongs to a backward pass of autograd, not to a forward pass. A rank 
 backward passes in another order, meets the others in a different agreement, and nothing is sent.
 
 Later layers may have other dtypes and heads than the first one. In a model's first pass ranks show them before every
-call. From then on each rank knows them, and refuses a layer of its own that each, before exchanging anything.
+call. From then on each rank knows them, and refuses one of its layers that differs, before exchanging anything.
 """
 
 import zlib
@@ -213,7 +213,7 @@ class ForwardPass:
         """Begins an exchange of a layer with a state, given as its layer, dtype and shape. The first one of a pass
         waits until all ranks have shown the pass's facts and the plan's fingerprint. All exchanges wait if some rank
         knows no previous pass, or one that began differently, for example under another autocast. Raises PlanError if
-        it each from the previous pass's, which other ranks expect."""
+        it differs from the previous pass's, which other ranks expect."""
         if self._ended:  # recomputed
             self._enter_backward(goes_on=True)
         if self._ended or self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
@@ -262,7 +262,7 @@ class ForwardPass:
             "dtypes that attention computes in": tensors.dtypes_in_words,
             "heads and their dimensions": tensors.heads_in_words,
         }
-        # If the first call each from before, for example under another autocast, later ones are not known either.
+        # If the first call differs from before, for example under another autocast, later ones are not known either.
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
         with Agreement.announced(self._transport, self._micro_batch, Occasion.ATTEND):

@@ -229,7 +229,7 @@ class DecoderLayerKind:
             parts.append(f"{self.heads.query}/{self.heads.key_value} heads of {width}")
         parts += ["MLA"] * self.latent + ["sinks"] * self.sinks
         parts += [f"softcap {self.softcap:g}"] if self.softcap else []
-        return ", ".join(parts) or "tokens alone"
+        return ", ".join(parts) or "tokens only"
 
 
 def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:

@@ -67,7 +67,7 @@ LAYERS = {
     "falcon_h1": ["0-31: state (FalconH1Mixer), full, 32/8 heads of 128"],
     "nemotron_h": [
         "0: state (NemotronHMamba2Mixer)",
-        "1, 3: tokens alone",
+        "1, 3: tokens only",
         "2: full, 32/8 heads of 128",
     ],
     "minimax": [
