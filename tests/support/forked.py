@@ -1,5 +1,8 @@
-"""Runs programs in forked processes that have imported neither Transformers nor distca_hf, so that each
-program decides in which order these register with each other. Packages that take seconds to import are imported before the fork."""
+"""Runs programs in forked processes that have imported neither Transformers nor distca_hf.
+
+Each program decides in which order these register with each other. Packages that take seconds to import are imported
+before the fork.
+"""
 
 import subprocess
 import sys
