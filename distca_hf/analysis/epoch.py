@@ -37,7 +37,7 @@ Track = Callable[[Sequence[int]], Iterable[int]]  # yields the given items, and 
 
 @dataclass(frozen=True)
 class Origin:
-    """Epoch of which a step is the first. Its number and the seed decide the order of documents."""
+    """The epoch whose first optimizer step is planned. Its number and the seed decide the order of documents."""
 
     seed: int
     epoch: int
