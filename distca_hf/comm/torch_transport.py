@@ -99,7 +99,7 @@ class TorchTransport:
         self._job_group = dist.group.WORLD  # held, not used: see above
         self._gathered = ("", 0)
         # What identified this process's groups when they were last looked at, and groups of other code among them.
-        self._other_groups: tuple[list[tuple[int, str]], list[dist.ProcessGroup]] = [], []
+        self._other_groups: tuple[Sequence[tuple[int, str]], list[dist.ProcessGroup]] = [], []
         self._on_gpu = device.type == "cuda"
         self._seconds_in_vain = 0
         atexit.register(self.at_exit)
