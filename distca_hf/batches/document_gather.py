@@ -56,7 +56,7 @@ class DocumentGather:
 
     Args:
         num_batches: number of batches.
-        show: returns what this rank read from them. If it fails, the other ranks are told when they wait.
+        show: returns what this rank read from them. If it fails, `wait` raises its error, and tells the other ranks.
         most_documents: documents of the rank that has most in all these batches.
         least_tokens: shortest prefix that documents share; 0: none is shared.
         where: what is gathered, for errors.
@@ -75,15 +75,16 @@ class DocumentGather:
     ) -> None:
         self._transport, self._where = transport, where
         self._most, self._least_tokens, self._most_of_images = most_documents, least_tokens, most_of_images
+        self._batches: Sequence[ReadDocuments] = ()
+        self._failure: Exception | None = None
         try:
             self._batches = show()
             values = self._values(self._batches)
-        except Exception:
+        except Exception as error:  # raised by `wait`: the others may exchange rows until they wait
+            self._failure = error
             size = num_batches + most_documents * (1 + (least_tokens > 0))
             size += sum(num_batches + most for most in most_of_images if most)
-            with suppress(DistCAError):  # a rank that was lost
-                transport.gather([UNABLE, *[0] * (size - 1)], where).wait()
-            raise
+            values = [UNABLE, *[0] * (size - 1)]
         self._gather = transport.gather(values, where)
 
     def _values(self, batches: Sequence[ReadDocuments]) -> list[int]:
@@ -103,6 +104,10 @@ class DocumentGather:
         Raises:
             PeerLostError: a rank was lost in the meantime, or could not show its documents.
         """
+        if self._failure is not None:
+            with suppress(DistCAError):  # a rank that was lost
+                self._gather.wait()
+            raise self._failure
         number, hashes = len(self._batches), None
         rows = [as_int_array(row, self._where) for row in self._gather.wait()]
         labels = labels_of(self._transport, Scope.ROWS)

@@ -199,10 +199,24 @@ class GivenPlanner:
                 planned = None
             work = 0 if self._image_planner is None else self._image_planner.total_work(read.images)
         ahead = 0 if planned is None else planned.number
-        of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile, towers, work
+        failure: Exception | None = None
+
+        def work_meanwhile() -> None:
+            nonlocal failure
+            try:
+                meanwhile()
+            except Exception as error:  # raised when it is known what tells the other ranks
+                failure = error
+
+        def check_work() -> None:
+            if failure is not None:
+                raise failure
+
+        of_pass = images_wait, gradients_of, returning, ahead, step_batches, work_meanwhile, towers, work
         shown = self._agreement.reach(batch, read, number, *of_pass)
         self.images = None
         if shown.stays_padded:
+            check_work()
             return None
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.known_lengths
         self._step.unshared, self._step.returning = unshared, shown.returning
@@ -216,6 +230,7 @@ class GivenPlanner:
             planned = None
 
         def show() -> list[ReadDocuments]:
+            check_work()
             shares, has_one_label = self._least_tokens > 0 and not unshared(), shown.returning is not Returning.STATES
             shown_as = to_share(read, shares, has_one_label, self._least_tokens)
             if self._looks_for_unshared and shown_as is not read:
@@ -223,8 +238,10 @@ class GivenPlanner:
             return [shown_as]
 
         if planned is not None:
-            if self._looks_for_unshared:
-                show()
+            with Agreement.announced(self._transport, number, Occasion.ATTEND):
+                check_work()
+                if self._looks_for_unshared:
+                    show()
             prepare = planned.planned.result
             plan_images = partial(self._images_ahead, prepare)
         else:

@@ -176,8 +176,9 @@ class Agreement:
         cls, transport: Transport, micro_batch: int, instead_of: Occasion, error: BaseException
     ) -> tuple[Gather, Gather]:
         """Begins to tell the other ranks that this one cannot do its part, and why."""
+        cause = f"{type(error).__name__}: {first_line(error)}"
         unable = cls.start(transport, Occasion.UNABLE, micro_batch, {}, {}, SCOPE_OF[instead_of])
-        return unable.gather, unable._show_cause(f"{type(error).__name__}: {first_line(error)}")
+        return unable.gather, unable._show_cause(cause)
 
     def wait(self, of: Scope | None = None) -> dict[str, list[int]]:
         """Returns the numbers of every rank, by name.
@@ -235,7 +236,8 @@ class Agreement:
 
     def _show_cause(self, cause: str) -> Gather:
         """Starts to gather why ranks are unable; empty if this one is able. All ranks call this if one is unable."""
-        return self.transport.gather(integers_of(cause.encode(), CAUSE_BYTES), f"{self._where}, causes", self.scope)
+        values = integers_of(cause.encode(errors="replace"), CAUSE_BYTES)
+        return self.transport.gather(values, f"{self._where}, causes", self.scope)
 
     def _differences(self, most_bytes: int) -> list[str]:
         """Gathers the facts themselves and lists the differing ones. All ranks have seen the same digests, so all of

@@ -234,11 +234,12 @@ class Whereabouts(Repeated):
 def busy_seconds() -> float:
     """Returns how long the main thread has run, or has been ready to run and got no processor. On a busy machine, a
     thread at work may run as little as one that waits for other ranks."""
+    ran = time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
     try:
-        ran_ns, ready_ns, _ = Path("/proc/self/schedstat").read_text().split()
-    except OSError:  # the system does not count what was ready
-        return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
-    return 1e-9 * (int(ran_ns) + int(ready_ns))
+        _, ready_ns, *_ = Path("/proc/self/schedstat").read_text().split()
+    except OSError:  # the system does not count what was ready; others show zeros
+        return ran
+    return ran + 1e-9 * int(ready_ns)
 
 
 def _place_of(value: bytes) -> Place | None:

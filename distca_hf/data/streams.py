@@ -237,7 +237,11 @@ def _text_of_file(path: str, looks: bool) -> str:
         return path.partition("?")[0]
     name = path.partition("?")[0].rpartition("/")[2]
     local = Path(path.rpartition("::")[2].removeprefix("file://"))
-    return f"{name} of {local.stat().st_size} bytes" if looks and "/" in path and local.is_file() else name
+    try:
+        is_local = looks and "/" in path and local.is_file()
+        return f"{name} of {local.stat().st_size} bytes" if is_local else name
+    except OSError:  # a long text, say, is no path; or its folder may not be looked at
+        return name
 
 
 def _checksum(value: object) -> str:

@@ -190,3 +190,24 @@ def test_a_rank_that_is_lost_in_a_collective_of_others_is_named_too(tmp_path: Pa
         if outcome.rank != HARMED:
             assert outcome.exit_code == 1
             assert f"distca_hf: rank {HARMED} does not answer" in outcome.output
+
+
+def _open_groups_where_others_ended() -> set[int]:
+    """How many collectives of a group of all ranks are counted, while other groups end and leave their memory."""
+    transport, grown = distca_hf.DistCAPlugin().transport(torch.device("cpu")), set()
+    for _ in range(60):
+        own, *_ = [torch.distributed.new_group([rank]) for rank in (0, 1)][torch.distributed.get_rank() :]
+        before = transport.started()[1]
+        torch.distributed.destroy_process_group(own)
+        del own
+        of_all = torch.distributed.new_group()
+        torch.distributed.all_reduce(torch.ones(1), group=of_all)
+        grown.add(transport.started()[1] - before)
+        torch.distributed.destroy_process_group(of_all)
+        del of_all
+        transport.started()
+    return grown
+
+
+def test_a_group_in_the_memory_of_another_one_counts(tmp_path: Path) -> None:
+    assert run_ranks(2, _open_groups_where_others_ended, tmp_path) == [{1}] * 2

@@ -15,6 +15,7 @@ from distca_hf.batches.document_gather import DocumentGather, begin_alike, to_sh
 from distca_hf.batches.given import LEARNT, GivenPlanner
 from distca_hf.batches.read_documents import ENTRY, Batch, DocumentReader, Reading, take_reading
 from distca_hf.config import DistCAConfig
+from distca_hf.errors import PeerLostError
 from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, hashes_of, num_hashes
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_calls import CallTensors
@@ -220,6 +221,43 @@ def test_plans_made_ahead_share_prefixes_unless_their_pass_must_not(then: str) -
         "of placed loss": ([292, 0], 1),
     }
     assert run_ranks(2, run) == 2 * [expected[then]]
+
+
+@pytest.mark.parametrize("fails", ["in its pass", "batches that follow", "planned ahead"])
+def test_the_other_rank_hears_of_a_failure_after_an_agreement(fails: str) -> None:
+    """Ranks exchange rows until they wait for documents, so none may leave before."""
+    batches = [padded(*answered(5, 70)), padded(*answered(9, 30))]
+
+    def fail() -> str:
+        raise ValueError("no room")
+
+    def run(transport: LoopbackTransport) -> str:
+        planner, breaks = GivenPlanner(CONFIG, transport, read=READER.read, places_rows=True), transport.rank == 1
+        mine = [dict(batches[transport.rank]) for _ in range(2)]
+        for batch in mine:
+            batch[ENTRY] = Reading(READER, batch)
+        readings = [reading for batch in mine if (reading := take_reading(batch)) is not None]
+        planner._read_batch = lambda batch: readings[batch is mine[1]].documents  # type: ignore[assignment,return-value]
+        planner.begin_step(readings[1:], 2, CPU)
+        meanwhile = fail if breaks and fails == "in its pass" else str
+        plan = planner.plan(mine[0], meanwhile=meanwhile)
+        if fails == "batches that follow" and breaks:
+            planner._step.unshared = fail
+        try:
+            attend(plan)
+        except (ValueError, PeerLostError) as error:
+            assert fails == "in its pass"
+            return str(error)
+        try:
+            planner.end_pass()
+            attend(planner.plan(mine[1], meanwhile=fail if breaks else str))
+        except (ValueError, PeerLostError) as error:
+            return str(error)
+        return "no error"
+
+    other, failed = run_ranks(2, run)
+    assert failed == "no room"
+    assert "rank 1 could not do its part; see the error there" in other
 
 
 def test_short_documents_take_no_memory_for_hashes_of_long_ones() -> None:

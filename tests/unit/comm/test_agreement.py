@@ -123,6 +123,21 @@ def test_a_rank_that_is_unable_shows_it_to_those_of_its_step(occasion: Occasion)
         assert (seen == "agreed") if occasion is Occasion.PLAN else (words in seen)
 
 
+def test_a_cause_that_is_no_text_is_told_in_part() -> None:
+    """Half a surrogate pair, as JSON may hold it, has no bytes in UTF-8."""
+
+    def body(transport: LoopbackTransport) -> str:
+        if transport.rank == 1:
+            with pytest.raises(ValueError, match="row"), Agreement.announced(transport, 0, Occasion.TAKE):
+                raise ValueError("row \ud83d is bad")
+            return ""
+        with pytest.raises(PeerLostError) as caught:
+            Agreement.start(transport, Occasion.TAKE, 0, {}, {}).wait()
+        return str(caught.value)
+
+    assert "see the error there: ValueError: row ? is bad on rank 1" in run_ranks(2, body)[0]
+
+
 def test_all_agreements_are_equally_wide() -> None:
     widths = []
 

@@ -104,3 +104,16 @@ def test_files_are_known_by_size_or_revision(tmp_path: Path, monkeypatch: pytest
     assert sum("some of which have" in text for text in texts) == streams.MOST_TABLES
     revisions = [_text_of(f"hf://datasets/owner/name@{revision}/train.parquet") for revision in ("1f", "2e")]
     assert len(set(revisions)) == 2
+
+
+def test_a_generator_may_be_given_texts_too_long_for_paths() -> None:
+    text = "this and/or that " * 300
+
+    def rows(texts: list[str]) -> Iterator[dict[str, Any]]:
+        yield from ({"input_ids": [*map(ord, text)]} for text in texts)
+
+    stream = IterableDataset.from_generator(rows, gen_kwargs={"texts": [text, "that"]})
+    source = StreamSource(stream, Reading(), 10_000)
+    assert source.identity(2)["files"] == StreamSource(stream, Reading(), 10_000).identity(2)["files"]
+    [document] = StreamReader(source, 0, 2, 0).read(1)
+    assert len(document) == len(text)

@@ -335,6 +335,19 @@ def test_callback_refuses_a_trainer_that_makes_another_model(make: Callable[...,
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_callback_within_another_one_is_refused(make: Callable[..., Trainer]) -> None:
+    """Nothing would plan ahead for a Trainer that it does not find, or show its metrics to trackers."""
+    ours, model = distca_hf.DistCACallback(distca_hf.DistCAPlugin()), tiny_model(implementation="sdpa", **SMALL)
+
+    class Wrapped(TrainerCallback):
+        def on_init_end(self, *event: Any, **kwargs: Any) -> None:
+            ours.on_init_end(*event, **kwargs)
+
+    with pytest.raises(ConfigError, match=r"did not find its Trainer; call plugin\.attach\(trainer\) instead"):
+        make(model=model, given={"callbacks": [Wrapped()]})
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_all_refused_settings_are_told_at_once(make: Callable[..., Trainer]) -> None:
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.5.*auto_find_batch_size"):
         attach(make(label_smoothing_factor=0.5, auto_find_batch_size=True))
