@@ -84,7 +84,7 @@ def _print_shipped(shipped: Shipped, name: str | None) -> None:
         typer.echo("\n".join(sorted(shipped.files())) if name is None else shipped.find(name))
 
 
-class LauncherBehindDashes(TyperCommand):
+class LauncherAfterDashes(TyperCommand):
     """A command whose arguments after `--` are for a launcher. They become the context's object."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -94,7 +94,7 @@ class LauncherBehindDashes(TyperCommand):
 
 
 @app.command(
-    cls=LauncherBehindDashes,
+    cls=LauncherAfterDashes,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: distca train llama3_8b_128k --dataset documents.jsonl --dry-run",
 )
@@ -268,7 +268,7 @@ def report(
     cluster: str | None = typer.Option(
         None,
         help="measured profile that seconds of a run are predicted from: h200, h100, or a file of distca profile; "
-        "by default that of the run's setting kernel_times, or of its GPUs",
+        "by default the one in the run's setting kernel_times, or one of its GPUs",
     ),
     as_json: bool = typer.Option(False, "--json", help="print all figures as one JSON object"),
 ) -> None:
@@ -369,8 +369,8 @@ def main() -> None:
         usage = getattr(error, "format_message", None)  # in exceptions of click, of which newer typers have their own
         if usage is None:
             raise
-        if words := " ".join(usage().split()):
+        if message := " ".join(usage().split()):
             context = getattr(error, "ctx", None)
             command = f" {context.info_name}" if context is not None and context.parent is not None else ""
-            typer.echo(f"distca: {words} (see distca{command} --help)", err=True)
+            typer.echo(f"distca: {message} (see distca{command} --help)", err=True)
         sys.exit(2)

@@ -85,7 +85,11 @@ def variable_of(name: str) -> str:
 @described
 @dataclass(kw_only=True)
 class Debug(Settings):
-    """Settings for finding a fault: checks that wait for the device or for other ranks."""
+    """Settings for finding a fault: checks that wait for the device or for other ranks.
+
+    Raises:
+        ConfigError: a value is not one that the field allows.
+    """
 
     check_exchanges: bool = _setting(
         False,

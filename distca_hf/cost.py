@@ -59,12 +59,12 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The keys that a query attends: its own and earlier ones of its document, all of them or those in a window.
+    """The keys that a query attends to: its own and earlier ones of its document, all of them or those in a window.
     Raises ConfigError if the window is below 1, or chunks have no length."""
 
-    # Most keys that a query attends, including its own; None for the whole causal prefix.
+    # Most keys that a query attends to, including its own; None for the whole causal prefix.
     window_tokens: int | None = None
-    # Whether documents are divided into chunks of `window_tokens`, and a query attends only within its chunk (Llama
+    # Whether documents are divided into chunks of `window_tokens`, and a query attends only to its chunk (Llama
     # 4). Otherwise the window slides.
     chunked: bool = False
 
@@ -98,7 +98,7 @@ class Mask:
         return np.maximum(0, start + 1 - self.window_tokens)
 
     def cuts(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """Finds queries inside ranges [start, stop) that attend no earlier key: those that begin a chunk. Returns
+        """Finds queries inside ranges [start, stop) that attend to no earlier key: they begin a chunk. Returns
         `[cuts]` index of the range, and position of the query; sorted by both."""
         if self.window_tokens is None or not self.chunked:
             none = np.zeros(0, dtype=np.int64)
@@ -120,7 +120,7 @@ class Mask:
             distance: `[n]` tokens between the last of the keys and the first query.
 
         Returns:
-            `[n]` number of queries that attend any of these keys, and `[n]` number of keys that the last of these
+            `[n]` number of queries that attend to any of these keys, and `[n]` number of keys that the last of these
             queries attends; each query before it attends one more. The second number is 0 if all attend all keys.
         """
         if self.window_tokens is None or self.chunked:

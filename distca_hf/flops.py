@@ -40,7 +40,7 @@ class StepCost:
     """
 
     token_seconds: float  # time of a token that the rank holds, without attention
-    pair_seconds: float  # time of a (query, key) pair that the rank attends, in all heads and layers
+    pair_seconds: float  # time of a (query, key) pair that the rank computes, in all heads and layers
 
     def attention_share(self, tokens: float, pairs: float) -> float:
         """Returns attention's share of the time of a rank, between 0 and 1, from its tokens and pairs."""
@@ -117,7 +117,7 @@ class StepFlops:
         """Returns `[ranks]` operations of a step that count for utilisation: layers, attention, head and loss.
 
         Args:
-            layer_tokens, pairs: `[ranks]` tokens that layers compute, and pairs that they attend, mean over layers.
+            layer_tokens, pairs: `[ranks]` tokens that layers compute, and attended pairs, mean over layers.
             head_tokens: `[ranks]` tokens that the head computes.
         """
         matrices = self.layers_forward * layer_tokens + self.head_forward * head_tokens

@@ -3,7 +3,7 @@ prepared from a recipe.
 
 Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`; `distca train` starts both.
 RECIPE is a YAML file or the name of a shipped recipe (`distca recipes` lists them). SCRIPT is a file or the name of a
-shipped example (`distca examples`). Without it the recipe's own script runs. Without a recipe the script alone makes
+shipped example (`distca examples`). Without it the recipe's own script runs. Without a recipe only the script makes
 settings. `--attention-servers N` makes the last N processes of each node attention servers, which run no script; it
 wins over the recipe. `--attach` attaches every Trainer for as long as it trains, and no line of the program changes;
 DISTCA_ATTACH=1 does the same in every process. Options but `-m` may also come after the script; all other arguments

@@ -229,5 +229,5 @@ def _allowed(settings: type, name: str) -> tuple[type, tuple[str, ...]]:
 
 def _type_in_words(kind: object) -> str:
     """Returns the choices of a setting, or the names of its types."""
-    words = map(repr if typing.get_origin(kind) is Literal else _type_in_words, typing.get_args(kind))
-    return " | ".join(words) or getattr(kind, "__name__", str(kind))
+    names = map(repr if typing.get_origin(kind) is Literal else _type_in_words, typing.get_args(kind))
+    return " | ".join(names) or getattr(kind, "__name__", str(kind))

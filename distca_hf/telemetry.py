@@ -45,8 +45,8 @@ def this_rank() -> int:
 
 
 def warn(message: str, stacklevel: int) -> None:
-    """Warns on rank 0 of the job. Python shows a repeated warning once. `stacklevel` is that of `warnings.warn`, seen
-    from the caller."""
+    """Warns on rank 0 of the job. Python shows a repeated warning once. `stacklevel` is counted as in
+    `warnings.warn`, from the caller."""
     if this_rank() == 0:
         warnings.warn(message, stacklevel=stacklevel + 1)
 
@@ -99,7 +99,7 @@ class LoaderTimes:
         return self.wait_seconds / total if total else 0.0
 
 
-def leave_for_launcher(words: str, follows: bool = False) -> None:
+def leave_for_launcher(message: str, follows: bool = False) -> None:
     """Writes an error into the file that the launcher reads if this process fails.
 
     Writes nothing if the launcher named no file, or if it already exists (`torch.distributed.elastic`'s `record`). An
@@ -109,7 +109,7 @@ def leave_for_launcher(words: str, follows: bool = False) -> None:
     if name is None:
         return
     # The format of torch.distributed.elastic. With a call stack, its summary would not show the message.
-    content = {"message": {"message": words, "extraInfo": {"timestamp": str(int(time.time()) + follows)}}}
+    content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + follows)}}}
     with contextlib.suppress(OSError):  # the error is printed in any case
         if not Path(name).exists():
             with replaced(Path(name)) as whole:  # a partial file would make the launcher fail

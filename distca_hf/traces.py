@@ -46,7 +46,7 @@ class CallTrace:
 
     part: PassPart
     layer: int  # number of the layer among those that attend; of the call, if layers make several
-    window_tokens: int  # of its sliding window; 0 without one
+    window_tokens: int  # length of its sliding window; 0 without one
     begin_us: float  # microseconds from the beginning of the pass
     # Uses of time in their order, and microseconds of each. In forward and backward calls every chunk of an exchange
     # has a span of waiting.
@@ -61,10 +61,10 @@ class CallTrace:
 class LayersTrace:
     """The layers that attend with one mask, on one rank."""
 
-    window_tokens: int  # of their sliding window; 0 without one
+    window_tokens: int  # length of their sliding window; 0 without one
     layers: int  # how many there are
-    # Of this rank, in each of these layers: queries, keys before the first query, and 1 if it computes only one group
-    # of heads. None if they were not known when the pass began.
+    # Tasks of this rank in each of these layers: queries, keys before the first query, and 1 if it computes only one
+    # group of heads. None if they were not known when the pass began.
     tasks: tuple[tuple[int, int, int], ...] | None
     chunked: bool = False  # whether the window is a chunk of a document (`Mask`)
 
@@ -80,21 +80,21 @@ class HeadSizes:
     # Numbers of one head of a query or key, and of a value.
     dim: int
     value_dim: int
-    groups: int  # into which plans divide the heads
+    groups: int  # number of groups into which plans divide the heads
 
 
 @dataclass(frozen=True)
 class ModelSizes:
     """Sizes of a model, or of the part of it that a rank runs, as far as seconds of its layers depend on them."""
 
-    heads: tuple[HeadSizes, ...]  # of each kind of layers
+    heads: tuple[HeadSizes, ...]  # heads of each kind of layers
     hidden_size: int  # numbers of a token between layers
     layers: int  # number of all layers, including those that do not attend
     layer_weights: int  # weights that a token passes in all layers; of experts only those that it is sent to
-    head_weights: int  # of the last matrix; 0 without one
+    head_weights: int  # weights of the last matrix; 0 without one
     backward_share: float  # operations of backward over those of a model without frozen weights
     liger: bool  # whether layers have Liger's kernels
-    # Whether they run forward again in backward.
+    # Whether layers, and their attention, run forward again in backward.
     recomputes_layers: bool
     recomputes_attention: bool
     tensor_ranks: int  # ranks that divide every layer between them
@@ -104,9 +104,9 @@ class ModelSizes:
 class PredictedCosts:
     """Seconds of a token and of an attended pair, all layers together, by the rates of a GPU."""
 
-    rates: str  # the GPU
-    token_seconds: float  # of a token without attention, forward and backward
-    # Of a pair of a query and a key, including recomputation in backward.
+    rates: str  # name of the GPU that has these rates
+    token_seconds: float  # seconds of a token without attention, forward and backward
+    # Seconds of a pair of a query and a key. Backward includes recomputation.
     pair_forward_seconds: float
     pair_backward_seconds: float
 
@@ -139,13 +139,13 @@ class RankTrace:
     ranks_per_node: int
     placed: bool  # whether batches are placed; otherwise they were given
     places_rows: bool  # whether rows of given batches are placed inside the model; else attention tasks move
-    # Of the plan, in hexadecimal digits. Equal on all ranks that share documents.
+    # Fingerprint of the plan, in hexadecimal digits. Equal on all ranks that share documents.
     fingerprint: str
-    # Of all ranks together.
+    # Documents and tokens of all ranks together.
     documents: int
     num_tokens: int
     longest_document_tokens: int
-    tokens: int  # that this rank holds
+    tokens: int  # tokens that this rank holds
     kinds: tuple[LayersTrace, ...]
     # `[ranks]` attended pairs in one layer, mean over layers: of documents in the order of the data, or as packs came,
     # and as planned. The first has no servers, the second has them after all others.
@@ -164,9 +164,9 @@ class RankTrace:
     sent_bytes: tuple[tuple[int, int], ...]
     received_bytes: tuple[tuple[int, int], ...]
     calls: tuple[CallTrace, ...]  # in the order in which they were made
-    # From the beginning of the forward pass to the end of the last attention call, including backward.
+    # Seconds from the beginning of the forward pass to the end of the last attention call, including backward.
     pass_seconds: float
-    # From the beginning of this pass to that of the next one, on the host; None if none followed.
+    # Seconds of the host from the beginning of this pass to the beginning of the next; None if none followed.
     step_seconds: float | None
     is_complete: bool  # whether all calls of backward were made and had ended
     memory: MemoryUse

@@ -26,15 +26,17 @@ from distca_hf.planning.plan import Plan
 # Most optimizer steps to simulate, as in `distca simulate`; and most steps x ranks x micro-steps: planning takes a
 # quarter of a millisecond per rank.
 MOST_STEPS, MOST_RANK_STEPS = 20, 2048
+# Fields of assumptions that come first in JSON.
+FIRST_ASSUMPTIONS = ("checkpointing", "liger", "gpu_gib", "seed", "cluster")
+# Tokens per rank of the other choices: 8K to 256K.
+TOKENS_PER_RANK = tuple(2**power for power in range(13, 19))
+# Most ranks on which other choices are simulated.
+MOST_RANKS_OF_CHOICES = 1024
 
 
 def steps_worth_it(size: int) -> int:
     """Returns the number of optimizer steps that `distca plan` simulates for `size` ranks times micro-steps."""
     return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
-
-
-# Fields of assumptions that come first in JSON.
-FIRST_ASSUMPTIONS = ("checkpointing", "liger", "gpu_gib", "seed", "cluster")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +142,11 @@ def make_estimates(
     result, _ = simulate(simulated, profile, document_tokens, keys=tuple(keys), steps=steps)
     way = result.way(ours)
     memory = memory_by_sharding(simulated, way.most_tokens, way.received_bytes, way.state_bytes)
-    room, words = simulated.room, ""
+    room, advised = simulated.room, ""
     if request.pipeline is None and not any(room.fits(each, simulated.gpus) for each in memory.values()):
         load = simulated.rank_load(way.most_tokens, way.received_bytes, state_bytes=way.state_bytes)
-        words = advice(load, simulated.setup("fsdp2"), room)
-    return Estimates(result, way, simulation.costs, memory, room, words)
+        advised = advice(load, simulated.setup("fsdp2"), room)
+    return Estimates(result, way, simulation.costs, memory, room, advised)
 
 
 def memory_by_sharding(
@@ -156,12 +158,6 @@ def memory_by_sharding(
         sharding: request.rank_load(tokens, received_bytes, state_bytes=state_bytes).memory(request.setup(sharding))
         for sharding in shardings(request.accumulation, request.model.whole_documents, request.state_on_host)
     }
-
-
-# Tokens per rank of the other choices: 8K to 256K.
-TOKENS_PER_RANK = tuple(2**power for power in range(13, 19))
-# Most ranks on which other choices are simulated.
-MOST_RANKS_OF_CHOICES = 1024
 
 
 @dataclass(frozen=True)

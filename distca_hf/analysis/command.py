@@ -6,7 +6,7 @@ step, then a bar for each rank.
 
 import gc
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -27,8 +27,21 @@ from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.config import OverlongPolicy
 
 
-if TYPE_CHECKING:
-    from distca_hf.analysis.answer import PlanAnswer
+# Maximum number of bars. With more ranks, several share a bar, which shows the heaviest of them.
+MOST_BARS = 32
+# Smallest ratio of step times that counts as faster: runs differ by about this much.
+WORTH_IT = 1.02
+# Characters next to the two bars of a rank, and range of the length of a bar.
+COLUMNS_OF_NUMBERS = 22
+FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
+# Ways that are simulated if no others are asked for.
+WAYS_OF_SPEED = 3
+WAYS_NOTE = (
+    "x plain: speed over plain packing. Bytes: the most that a GPU sends or receives in a layer's forward pass. *: "
+    "leaves out attention where it cuts documents. `distca simulate` has more figures."
+)
+# Minimum width of a terminal, in characters, for all columns of the table of choices.
+CHOICES_COLUMNS = 60
 
 
 def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
@@ -65,23 +78,6 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         )
     else:
         print_answer(answer, tables.Terminal(), "" if groups is None else groups.in_words(UNSHARED))
-
-
-# Maximum number of bars. With more ranks, several share a bar, which shows the heaviest of them.
-MOST_BARS = 32
-# Smallest ratio of step times that counts as faster: runs differ by about this much.
-WORTH_IT = 1.02
-# Characters next to the two bars of a rank, and range of the length of a bar.
-COLUMNS_BESIDE_BARS = 22
-FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
-# Ways that are simulated if no others are asked for.
-WAYS_OF_SPEED = 3
-WAYS_NOTE = (
-    "x plain: speed over plain packing. Bytes: the most that a GPU sends or receives in a layer's forward pass. *: "
-    "leaves out attention where it cuts documents. `distca simulate` has more figures."
-)
-# Minimum width of a terminal, in characters, for all columns of the table of choices.
-CHOICES_COLUMNS = 60
 
 
 def print_answer(answer: PlanAnswer, console: Console, remark: str = "") -> None:
@@ -127,26 +123,24 @@ def _world(answer: PlanAnswer) -> str:
 def in_short(answer: PlanAnswer) -> str:
     """Returns the answer in two sentences: the change of balance, then the speed and memory of that."""
     before, after = answer.epoch.imbalance_before.mean, answer.epoch.imbalance.mean
-    words = (
-        f"In short: the busiest rank has {before:.2f} times the mean attention work, with distca {after:.2f} times."
-    )
+    text = f"In short: the busiest rank has {before:.2f} times the mean attention work, with distca {after:.2f} times."
     if answer.estimates is None:
-        return words
+        return text
     if answer.step.request.pipeline is not None:
-        return f"{words} {answer.estimates.simulated.beside_stages()} These are estimates; see below."
+        return f"{text} {answer.estimates.simulated.compared_with_stages()} These are estimates; see below."
     faster, memory = answer.estimates.ours.times_as_fast, answer.estimates.memory["fsdp2"]
     room = answer.estimates.room
     usable = "" if memory.total <= room.gpu_bytes else f", which does not fit: {in_gib(room.gpu_bytes)} GiB are usable"
     usable += room.on_host(memory, answer.step.request.num_gpus)
     if faster * WORTH_IT < 1:
-        words += f" Steps take {1 / faster:.2f} times as long as with plain packing, which leaves attention out"
+        text += f" Steps take {1 / faster:.2f} times as long as with plain packing, which leaves attention out"
     elif faster < WORTH_IT:
-        words += " Steps are about as fast as with plain packing"
+        text += " Steps are about as fast as with plain packing"
     else:
-        words += f" Steps are {faster:.2f} times as fast as with plain packing"
+        text += f" Steps are {faster:.2f} times as fast as with plain packing"
     synced = answer.estimates.memory.get("fsdp2_synced")
     also = "" if synced is None else f", {in_gib(synced.total)} if gradients are synced in each micro-step"
-    return f"{words}; a GPU needs {in_gib(memory.total)} GiB with FSDP2{also}{usable}. These are estimates; see below."
+    return f"{text}; a GPU needs {in_gib(memory.total)} GiB with FSDP2{also}{usable}. These are estimates; see below."
 
 
 def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
@@ -191,7 +185,7 @@ def _figures(report: StepReport) -> RenderableType:
 
 def _bars(report: StepReport, console: Console) -> RenderableType:
     unicode = console.encoding.lower().startswith("utf")
-    characters = min(MOST_BAR_CHARACTERS, max(FEWEST_BAR_CHARACTERS, (console.width - COLUMNS_BESIDE_BARS) // 2))
+    characters = min(MOST_BAR_CHARACTERS, max(FEWEST_BAR_CHARACTERS, (console.width - COLUMNS_OF_NUMBERS) // 2))
     num_ranks = report.request.num_ranks
     each = ceil_div(num_ranks, MOST_BARS)
     before = list(_heaviest(report.work_before, each))
@@ -235,31 +229,31 @@ def _estimates(answer: PlanAnswer, estimates: Estimates) -> list[RenderableType]
     table.add_row("speed over plain packing", f"{estimates.ours.times_as_fast:.2f} x")
     table.add_row("speed over sorted packs", f"{estimates.over_sorted:.2f} x")
     profile = estimates.costs.profile
-    words = (
+    note = (
         f"Simulated like `distca simulate --batches {estimates.ours.steps}`, with times measured on "
         f"{profile.made.device} (--cluster {profile.source}). Packs are made as by TRL (bfd): documents longer than a "
         "pack are cut, and attention across cuts is left out. Sorted packs: equally heavy ones run at the same time."
     )
-    blocks = [tables.block(f"speed, simulated{without}", table, words)]
+    blocks = [tables.block(f"speed, simulated{without}", table, note)]
     if len(estimates.simulated.ways) > WAYS_OF_SPEED:
         blocks.append(tables.block("ways to train, simulated", tables.ways_table(estimates.simulated), WAYS_NOTE))
     tiles = tables.in_tiles(assumed.mlp_tokens, assumed.attention_kv_heads)
-    words = (
+    note = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(request.num_gpus, 'rank')}; bf16; "
         f"{tables.CHECKPOINTING[assumed.checkpointing]} (--checkpointing); {'with' if assumed.liger else 'without'} "
         f"Liger's kernels and loss (--liger); {tiles}{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may "
         "be used (--gpu-gib)."
     ).replace("%", " %")
-    words += tables.of_host(estimates.memory, assumed.state_on_host)
+    note += tables.of_host(estimates.memory, assumed.state_on_host)
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:
-        words += " Most of it may be logits; with use_liger_kernel=True (--liger) they take no memory."
+        note += " Most of it may be logits; with use_liger_kernel=True (--liger) they take no memory."
     size = request.model.size
     if size is not None:
-        words += tables.accumulation(size.parameters, request.num_gpus, estimates.simulated.accumulation)
+        note += tables.accumulation(size.parameters, request.num_gpus, estimates.simulated.accumulation)
     table = tables.memory_table(estimates.memory, tables.PART_NAMES, estimates.room, request.num_gpus)
     unfit = [f"Does not fit: {estimates.advice}."] if estimates.advice else []
-    return [*blocks, tables.block(f"GiB per GPU, estimated{without}", table, words, *unfit)]
+    return [*blocks, tables.block(f"GiB per GPU, estimated{without}", table, note, *unfit)]
 
 
 def _choices(choices: Sequence[Choice], wide: bool) -> RenderableType:
@@ -274,10 +268,10 @@ def _choices(choices: Sequence[Choice], wide: bool) -> RenderableType:
             *[f"{choice.longest_document_tokens:,}"] * wide,
             f"{too_long:,}" if too_long else "-",
         )
-    words = (
+    note = (
         "GiB: per GPU with FSDP2. Speed: over plain packing. "
         + "Longest: the longest document that all ranks together can hold. " * wide
         + "Too long: how many of your documents are longer; training refuses them, unless --overlong says to cut "
         "them."
     )
-    return tables.block("tokens per rank", table, words)
+    return tables.block("tokens per rank", table, note)

@@ -40,8 +40,8 @@ class LayerSize:
     Attributes:
         count: layers of this kind.
         parameters: weights of one layer, including all experts.
-        mlp_size: width of a gated MLP with as many weights as a token passes besides attention; of experts only those
-            that it is sent to. A mixer counts as a part of it.
+        mlp_size: width of a gated MLP with as many weights as a token passes outside of attention; of experts only
+            those that it is sent to. A mixer counts as a part of it.
         heads: heads of attention; None for a layer without attention.
         window_tokens: the window; None for full attention.
         norms_heads: whether queries and keys pass norms before attention, as in Qwen3.

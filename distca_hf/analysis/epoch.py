@@ -37,8 +37,7 @@ Track = Callable[[Sequence[int]], Iterable[int]]  # yields the given items, and 
 
 @dataclass(frozen=True)
 class Origin:
-    """Place of an optimizer step in training: the first one of this epoch. The seed and the epoch's number decide the
-    order of documents."""
+    """The epoch whose first optimizer step is planned. Its number and the seed decide the order of documents."""
 
     seed: int
     epoch: int
@@ -48,7 +47,7 @@ class Origin:
 @dataclass(frozen=True, eq=False)
 class PackedEpoch:
     """Micro-batches of an epoch. `document_tokens`: `[documents]` lengths, after overlong documents were cut.
-    `origin`: place in training; None if the documents were given as a batch."""
+    `origin`: seed and number of the epoch; None if the documents were given as a batch."""
 
     document_tokens: IntArray
     epoch: Epoch
@@ -236,8 +235,9 @@ class StepReport:
     """A planned optimizer step.
 
     Attributes:
-        origin: place of the step in training; None if the documents were given as a batch.
+        origin: epoch of the step; None if the documents were given as a batch.
         cut_documents: number of documents with more than one task.
+        shards: tasks of these documents together.
         imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
         fingerprint: equal for equal plans.
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the

@@ -128,14 +128,14 @@ def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
     masks = dict(layer_masks_of(model))
     windows = {mask: count for mask, count in masks.items() if mask.window_tokens is not None}
     mixers = {name.rpartition(".")[0] for name in mixers_of(model)}
-    words = [
+    kinds = [
         f"{count} with {'chunks' if mask.chunked else 'a window'} of {mask.window_tokens:,} tokens"
         for mask, count in windows.items()
     ]
-    words += [f"{len(mixers)} that carry a state"] * bool(mixers)
+    kinds += [f"{len(mixers)} that carry a state"] * bool(mixers)
     return replace(
         shape,
-        other_layers=", ".join(words),
+        other_layers=", ".join(kinds),
         full_layers=masks.get(CAUSAL_MASK, 0),
         window_layers=tuple(windows.items()),
         mixer_layers=len(mixers),

@@ -85,16 +85,16 @@ class Room:
 
     def lacking(self, memory: Memory, num_ranks: int) -> str:
         """Returns what does not fit, with both numbers, as text; empty if everything fits."""
-        words = []
+        reasons = []
         if memory.total > self.gpu_bytes:
-            words.append(f"a GPU needs {memory.total / GIB:,.1f} GiB, and {self.gpu_bytes / GIB:,.1f} are usable")
+            reasons.append(f"a GPU needs {memory.total / GIB:,.1f} GiB, and {self.gpu_bytes / GIB:,.1f} are usable")
         node_bytes = self.node_bytes(memory, num_ranks)
         if self.host_gib is not None and node_bytes > self.host_gib * GIB:
-            words.append(
+            reasons.append(
                 f"the host of a node needs {node_bytes / GIB:,.1f} GiB, and {self.host_gib:,.1f} may be pinned "
                 "(--host-gib)"
             )
-        return "; ".join(words)
+        return "; ".join(reasons)
 
 
 @dataclass(frozen=True)

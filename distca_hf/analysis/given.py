@@ -43,11 +43,11 @@ PARTS = {"layers": "layers without attention", "attention": "attention", "head":
 
 @dataclass(frozen=True)
 class SharingFigures:
-    """The same micro-batches with shared prefixes and without them; hidden states return. `request`: says whether
-    prefixes are shared at all. `facts`, `facts_unshared`: of each micro-batch, with shared prefixes and without."""
+    """The same micro-batches with shared prefixes and without them, if hidden states return."""
 
-    request: SimulationRequest
+    request: SimulationRequest  # says whether prefixes are shared at all
     groups: Groups
+    # Facts of each micro-batch, with shared prefixes and without.
     facts: Sequence[PlanFacts]
     facts_unshared: Sequence[PlanFacts]
 
@@ -57,7 +57,7 @@ class SharingFigures:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of these that layers compute."""
+        """Number of the tokens that layers compute."""
         return sum(sum(facts.tokens) for facts in self.facts)
 
     @property
@@ -91,7 +91,7 @@ class SharingFigures:
 
     @property
     def in_short(self) -> str:
-        """The first half of a sentence; empty if nothing is shared."""
+        """The beginning of a sentence; empty if nothing is shared."""
         computed = 100 * (1 - self.saved_share)
         return f"layers compute {computed:.0f} % of the tokens, and " if self.saved_share else ""
 
@@ -116,17 +116,17 @@ class SharingFigures:
             table.add_row(f"{name}, PFLOP", *(f"{each / PETA:,.2f}" for each in self.work[part]))
         table.add_row("sum, PFLOP", *(f"{sum(each) / PETA:,.2f}" for each in zip(*self.work.values(), strict=True)))
         table.add_row("busiest rank / mean, work of a step", *(f"{each:.2f}" for each in self.step_imbalance))
-        words = f"{counted(grouped.total(), 'row')} in {counted(len(grouped), 'group')} begin alike. "
+        note = f"{counted(grouped.total(), 'row')} in {counted(len(grouped), 'group')} begin alike. "
         if self.request.unshared:
-            words += f"Nothing is shared: {self.request.unshared}."
+            note += f"Nothing is shared: {self.request.unshared}."
         else:
-            words += (
+            note += (
                 f"{self.saved_share:.1%} of the tokens are not computed again. Prefixes are shared from "
                 f"{self.request.least_tokens} tokens on (shared_prefix_tokens); results return. With placed loss "
                 "they are shared if they have no labels to learn, as is assumed here. Groups are dealt as TRL's GRPO "
                 "trainer deals them."
             ).replace("%", " %")
-        return tables.block("shared prefixes, mean of a micro-batch", table, words)
+        return tables.block("shared prefixes, mean of a micro-batch", table, note)
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,11 @@ class GivenMicroBatch:
     """One micro-batch of all ranks.
 
     Attributes:
-        facts, facts_placed_loss: as in training, if hidden states return, and if head and loss run on placed rows.
+        facts: facts of the plan as in training, if hidden states return.
+        facts_placed_loss: the same if head and loss run on placed rows.
         stays: whether no row moves.
         moved_tokens: tokens that are computed on a rank other than their batch's.
-        planning_seconds: time of this process to plan it.
+        planning_seconds: how long planning it took in this process.
     """
 
     facts: PlanFacts
@@ -171,16 +172,15 @@ class GivenMicroBatch:
 
 @dataclass(frozen=True)
 class GivenAnswer:
-    """The results of `distca plan --batch-size`. `row_tokens`: `[rows]` all lengths. `sharing`: what sharing prefixes
-    brings; None if no documents are known to begin alike."""
+    """The results of `distca plan --batch-size`."""
 
     request: SimulationRequest
-    source: str
-    row_tokens: IntArray
+    source: str  # name of the lengths' file
+    row_tokens: IntArray  # `[rows]` all lengths
     micro_batches: Sequence[GivenMicroBatch]
-    simulated: Result
-    profile: ClusterProfile
-    sharing: SharingFigures | None = None
+    simulated: Result  # speed and memory, from `distca simulate`
+    profile: ClusterProfile  # measured times that these follow from
+    sharing: SharingFigures | None = None  # what sharing prefixes brings; None if no documents begin alike
 
     @property
     def places_rows(self) -> bool:
@@ -188,7 +188,7 @@ class GivenAnswer:
         return not self.request.model.whole_documents
 
     def totals(self, loss_is_placed: bool) -> PlanTotals:
-        """Returns the sums whose means training logs."""
+        """Returns sums over all micro-batches; training logs their means."""
         sums = PlanTotals()
         for facts in self._facts(loss_is_placed):
             sums = sums.plus(facts, self.request.model.flops)
@@ -213,7 +213,7 @@ class GivenAnswer:
 
     @property
     def load(self) -> RankLoad:
-        """What the rank with most tokens holds, in the way of ours that needs most memory."""
+        """What the rank with most tokens holds, in the way of distca_hf that needs most memory."""
         way = max((way for way in self.simulated.ways if way.is_ours), key=lambda way: way.memory_bytes)
         return self.request.rank_load(way.most_tokens, way.received_bytes, way.most_head_tokens, way.state_bytes)
 
@@ -235,9 +235,7 @@ class GivenAnswer:
         before, after, with_loss = (
             each / count for each in (returned.step_imbalance_before, returned.step_imbalance, placed.step_imbalance)
         )
-        now = (
-            f"{with_loss:.2f} times, or {after:.2f} where results return" if self.places_rows else f"{after:.2f} times"
-        )
+        now = f"{with_loss:.2f} times, or {after:.2f} if results return" if self.places_rows else f"{after:.2f} times"
         faster = " or ".join(f"{way.times_as_fast:.2f}" for way in reversed(ours))
         shared = "" if self.sharing is None else self.sharing.in_short
         return (
@@ -305,9 +303,7 @@ def answer(
 
 
 # Options that have no effect on given batches.
-OF_PLACED = (
-    *("tokens_per_rank", "layout", "overlong", "bytes_limit", "lengths_are_batch", "compare", "pipeline", "chunks"),
-)
+ONLY_PLACED = "tokens_per_rank layout overlong bytes_limit lengths_are_batch compare pipeline chunks".split()
 
 
 def run_given(options: PlanOptions) -> None:
@@ -317,7 +313,7 @@ def run_given(options: PlanOptions) -> None:
         for field in fields(options)
         if getattr(options, field.name) != getattr(field.default, "default", None)
     }
-    if without_effect := [f"--{name.replace('_', '-')}" for name in OF_PLACED if name in changed]:
+    if without_effect := [f"--{name.replace('_', '-')}" for name in ONLY_PLACED if name in changed]:
         raise ConfigError(
             f"{', '.join(without_effect)}: only for placed batches, and --batch-size {options.batch_size} is for "
             "your own. Leave out one or the other"
@@ -341,7 +337,7 @@ def run_given(options: PlanOptions) -> None:
 
 
 def print_given(found: GivenAnswer, console: Console) -> None:
-    """Prints the answer for people."""
+    """Prints the answer as text."""
     request, rows, count = found.request, found.row_tokens, len(found.micro_batches)
     returned, placed = found.totals(False), found.totals(True)
     steps = f" x {request.accumulation} micro-steps" if request.accumulation > 1 else ""
@@ -363,27 +359,27 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         imbalances.append(("work of a step, placed loss", placed, "step_imbalance"))
     for name, totals, of in imbalances:
         table.add_row(name, *(f"{getattr(totals, field) / count:.2f}" for field in (f"{of}_before", of)))
-    for loss_is_placed in (False, True)[: 1 + found.places_rows]:
+    for loss_is_placed in (False, True) if found.places_rows else (False,):
         way = ", placed loss" if loss_is_placed else ", results return" if found.places_rows else ""
         table.add_row(f"  worst micro-batch{way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
-    words = (
+    note = (
         "Work of a step: layers, attention, head and loss; training logs its imbalance as distca/step_imbalance. "
         "Padding is not counted. "
     )
     if found.places_rows:
         even = sum(one.stays for one in found.micro_batches)
-        words += (
+        note += (
             "Results return to their batch's rank if something reads logits, or the loss of one rank; otherwise head "
             f"and loss run on placed rows. {100 * found.moved_share:.0f} % of the tokens change ranks. {even} of "
             f"{count} micro-batches are even within 2 %: their tokens stay. "
         )
     else:
-        words += "Documents of this model stay whole, so tokens stay, and attention moves. "
-    words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
-    blocks.append(tables.block("busiest rank / mean of all", table, words))
+        note += "Documents of this model stay whole, so tokens stay, and attention moves. "
+    note += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
+    blocks.append(tables.block("busiest rank / mean of all", table, note))
     if found.sharing is not None:
         blocks.append(found.sharing.table())
-    words = (
+    note = (
         f"Simulated like `distca simulate --batch-size {request.batch_size} --batches "
         f"{found.simulated.plain.steps}`: FSDP2 in bf16, with times measured on "
         f"{found.profile.made.device} (--cluster {found.profile.source}), checkpointing {request.checkpointing} "
@@ -391,7 +387,7 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         f"{request.gpu_gib:g} GiB may be used (--gpu-gib). x plain: speed over plain data parallelism. Bytes: the "
         "most that a GPU sends or receives in a layer's forward pass."
     )
-    words += f" Does not fit: {found.advice}." if found.advice else ""
+    note += f" Does not fit: {found.advice}." if found.advice else ""
     tables.print_blocks(
-        console, [*blocks, tables.block("speed and memory, simulated", tables.ways_table(found.simulated), words)]
+        console, [*blocks, tables.block("speed and memory, simulated", tables.ways_table(found.simulated), note)]
     )

@@ -67,9 +67,9 @@ class Groups:
             PackingError: a row has a prefix and no group, a group and no prefix, a prefix longer than its document,
                 another prefix than its group, or a nested group with no longer prefix than the group around it.
         """
-        given_prefixes = [_cells(value) for value in columns.get(PREFIX_COLUMN, ())]
-        if not any(given_prefixes):
+        if not any(map(_cells, columns.get(PREFIX_COLUMN, ()))):  # a list of cells for each row would take 64 bytes
             return None
+        given_prefixes = map(_cells, columns[PREFIX_COLUMN])
         given_groups = map(_cells, columns.get(GROUP_COLUMN, [None] * len(tokens)))
         first: dict[tuple[str, ...], tuple[int, int]] = {}
         paths, prefixes = list[tuple[str, ...]](), list[tuple[int, ...]]()

@@ -160,8 +160,8 @@ def _read_dataset(path: Path) -> DocumentLengths:
             raise PackingError(f"{path}: {error}") from error
         column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN
         if grouping and column == SEQUENCES_COLUMN:
-            words = "rows hold several documents, and one could have the prefix; remove one of the columns"
-            raise PackingError(f"{path} has columns {PREFIX_COLUMN} and {SEQUENCES_COLUMN}: {words}")
+            reason = "rows hold several documents, and one could have the prefix; remove one of the columns"
+            raise PackingError(f"{path} has columns {PREFIX_COLUMN} and {SEQUENCES_COLUMN}: {reason}")
         return DocumentLengths(tokens, f"{path}, column {column}", grouping)
     table = dataset.select_columns(choose_columns(dataset.column_names, path)).with_format("arrow")[:]
     columns = {column: _from_arrow(table[column], f"{path}, column {column}") for column in table.column_names}
@@ -230,8 +230,8 @@ def read_json(path: Path) -> DocumentLengths:
     if text.startswith("{"):
         return read_jsonl(path)
     if len(text) > MOST_CHARACTERS:
-        words = f"holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
-        raise PackingError(f"{path} {words}")
+        reason = f"holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
+        raise PackingError(f"{path} {reason}")
     values = _parsed(text, str(path))
     if not isinstance(values, list):
         raise PackingError(f"{path} must hold a flat list of whole numbers, not {kind_of(values)}")

@@ -296,8 +296,8 @@ def _kept_at(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, layers_l
 
 
 def _gradients_at(size: DecoderSize, setup: TrainingSetup, layers_left: int) -> int:
-    """Returns the bytes of gradients on the GPU, except for those of the layers that are computed, if so many layers'
-    backward is not over."""
+    """Returns the bytes of gradients on the GPU, without the layers that are being computed, while backward of so
+    many layers is not over."""
     share, whole = size.parameters // setup.num_ranks, size.parameters // setup.tensor_ranks
     before = gradient_bytes(setup.sharding, whole, share, setup.micro_steps)
     if setup.sharding == "zero3":

@@ -79,9 +79,9 @@ class ModelSize:
         return (self.parameters - self.embedding_parameters) // self.layers
 
     def mlp_size(self, heads: Heads) -> float:
-        """Returns the width of a gated MLP with as many weights as a token passes in a layer besides attention."""
-        beside = self.layer_parameters / self.layers - attention_parameters(heads, self.hidden_size)
-        return max(0.0, beside) / (MLP_MATRICES * self.hidden_size)
+        """Returns the width of a gated MLP with as many weights as a token passes in a layer outside of attention."""
+        mlp_weights = self.layer_parameters / self.layers - attention_parameters(heads, self.hidden_size)
+        return max(0.0, mlp_weights) / (MLP_MATRICES * self.hidden_size)
 
     def decoder(self, heads: Heads) -> DecoderSize:
         if self.of_layers is not None:
@@ -109,7 +109,7 @@ class ModelShape:
         other_layers: text for layers that are not full attention; empty if there are none.
         full_layers: layers that attend to whole documents; None: all except the other two kinds.
         window_layers: masks with windows, each with the number of its layers.
-        mixer_layers: layers that carry a state, besides attention or instead of it.
+        mixer_layers: layers that carry a state, in addition to attention or instead of it.
         whole_documents: whether documents stay whole on a rank, because some of these states cannot travel.
         state_size: of their mixers; None without mixers, if documents stay whole, or if it is not known.
         limits: limits of a training, as `distca check` states them.

@@ -78,7 +78,7 @@ class PlanOptions:
         "error", help="documents longer than all ranks together hold: error, split (into several) or truncate"
     )
     bytes_limit: int | None = typer.Option(
-        None, help="most bytes a rank may send, and receive, per layer; an error if no plan needs so few"
+        None, help="most bytes a rank may send, and receive, per layer; a plan that needs more is an error"
     )
     checkpointing: str = CHECKPOINTING
     liger: bool = LIGER
@@ -89,7 +89,7 @@ class PlanOptions:
     cluster: str = typer.Option(
         DEFAULT_PROFILE, help="GPUs whose measured times speed follows from, as for distca simulate"
     )
-    gpu_gib: float | None = typer.Option(None, help="memory of a GPU, in GiB; by default that of --cluster")
+    gpu_gib: float | None = typer.Option(None, help="memory of a GPU, in GiB; by default as in --cluster")
     seed: int = typer.Option(0, help="seed of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")
     lengths_are_batch: bool = typer.Option(
         False,

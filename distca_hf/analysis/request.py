@@ -198,7 +198,7 @@ def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
 
 
 def epoch_of(micro_batches: Sequence[IntArray]) -> Epoch:
-    """Returns the epoch whose documents are those of these micro-batches, one after the other."""
+    """Returns the epoch that consists of these micro-batches, in their order."""
     counts = np.array([len(batch) for batch in micro_batches])
     return Epoch(np.arange(counts.sum()), offsets(counts))
 

@@ -65,16 +65,16 @@ class PlanProgress:
             yield
 
     @contextmanager
-    def stage(self, words: str) -> Iterator[None]:
+    def stage(self, label: str) -> Iterator[None]:
         """Shows a stage of unknown length."""
-        task = self._progress.add_task(words, total=None)
+        task = self._progress.add_task(label, total=None)
         yield
         self._progress.remove_task(task)
 
     @contextmanager
-    def counting(self, words: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+    def counting(self, label: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
         """Shows how many of some items are done; yields a function that passes them on."""
-        task = self._progress.add_task(words, total=total)
+        task = self._progress.add_task(label, total=total)
 
         def count(items: Iterable[T]) -> Iterator[T]:
             for item in items:
@@ -88,8 +88,8 @@ class PlanProgress:
         with self.stage(f"reading {path.name}"):
             return read_lengths(path)
 
-    def over(self, words: str, items: Sequence[int]) -> Iterable[int]:
-        with self.counting(words, len(items)) as count:
+    def over(self, label: str, items: Sequence[int]) -> Iterable[int]:
+        with self.counting(label, len(items)) as count:
             yield from count(items)
 
 
@@ -107,9 +107,9 @@ CHECKPOINTING = {
 }
 
 
-def block(title: str, table: Table, *words: str) -> RenderableType:
+def block(title: str, table: Table, *notes: str) -> RenderableType:
     """Returns a title, a table and notes below it, which may be wider than the table."""
-    return Group(Text(title, style="bold"), table, *words)
+    return Group(Text(title, style="bold"), table, *notes)
 
 
 def print_blocks(console: Console, blocks: Iterable[RenderableType]) -> None:
@@ -133,8 +133,8 @@ def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room
     """Returns the table of GiB per GPU, by part and by way to shard weights, and of a node's host if it has any.
     `parts`: text for the fields that are shown."""
     table = plain_table(*(SHARDING_NAMES[sharding] for sharding in ways))
-    for part, words in parts.items():
-        table.add_row(words, *(in_gib(getattr(memory, part)) for memory in ways.values()))
+    for part, label in parts.items():
+        table.add_row(label, *(in_gib(getattr(memory, part)) for memory in ways.values()))
     table.add_row("peak", *(in_gib(memory.total) for memory in ways.values()))
     fits = ("yes" if memory.total <= room.gpu_bytes else "no" for memory in ways.values())
     table.add_row(f"fits in {in_gib(room.gpu_bytes)}", *fits)
@@ -158,16 +158,16 @@ def in_tiles(mlp_tokens: int, attention_kv_heads: int) -> str:
 
 def of_host(ways: Mapping[Sharding, Memory], state_on_host: bool) -> str:
     """Returns what waits on the host of a GPU, as text; empty if nothing does."""
-    words = ""
+    note = ""
     memory = ways["fsdp2"]
     if memory.host:
-        words = (
+        note = (
             f" On the host, for each GPU: {in_gib(memory.host_kept)} GiB of activations, {in_gib(memory.host_state)} "
             "of weights, gradients and AdamW; processes and data are not counted."
         )
     if state_on_host:
-        words += " With --offload-params ZeRO-3 is not estimated."
-    return words
+        note += " With --offload-params ZeRO-3 is not estimated."
+    return note
 
 
 def ways_table(simulated: Result) -> Table:

@@ -118,7 +118,7 @@ class ShownNumbers(NamedTuple):
         is_planned: whether all ranks planned this micro-batch ahead, under the same number.
         most_images: images and videos of the rank that has most; 0 if some rank's must stay.
         image_dtype: dtype of their pixels; None without any, or of one that is not moved.
-        images_wait: whether on some rank a tower waits for those of all ranks.
+        images_wait: whether on some rank a tower waits for the towers of all ranks.
         images_train: whether towers, or what follows them, need gradients on some rank.
         most_borders: borders of runs of image tokens of the rank that has most; see `ReadDocuments`.
         images_even: largest over mean work of the ranks' images; None unless it is small, all ranks have some, and
@@ -196,10 +196,10 @@ class GivenAgreement:
                 "work of towers": image_work,
                 "form of pixels": 0 if read.images is None else _number_of(read.images.form),
                 "learns nothing": int(number == 0 and read.learns_nothing),
-                # By bit; bit 0: the rank holds any of them.
+                # One bit for each of `MEDIA_DTYPES`; bit 0 (None): the rank has images at all.
                 "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
                 "images that may move": -1 if read.images is None or not may_move(batch) else len(read.images.sizes),
-                # By bit: whether towers wait for those of all ranks; whether they need gradients.
+                # Bit 0: whether towers wait for each other; bit 1: whether they need gradients.
                 "towers": images_wait + 2 * any(gradients_of[1:]),
             }
             if self._transport.grid.shape[2] > 1:

@@ -77,8 +77,8 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
     first = begins.clone()
     first[1:] = row_of[1:] != row_of[:-1]
     # Padding between two tokens may leave positions out; nothing else may.
-    beside = place[1:] == place[:-1] + 1
-    goes_on = torch.where(beside, positions[1:] == positions[:-1] + 1, positions[1:] > positions[:-1])
+    adjacent = place[1:] == place[:-1] + 1
+    goes_on = torch.where(adjacent, positions[1:] == positions[:-1] + 1, positions[1:] > positions[:-1])
     begins[1:] = first[1:] | ~goes_on
     # In a row that is padded on its left, positions may count the padding.
     check_beginnings(positions[begins & ~(first & (place > 0))])

@@ -49,8 +49,8 @@ class Media(NamedTuple):
 IMAGES = Media("pixel_values", "image_grid_thw", ("image_sizes",))
 VIDEOS = Media("pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",))
 VALUES = (IMAGES.values, VIDEOS.values)
-# Its powers are factors in the number of a token: the first ones of positions, that of `OF_KINDS` of the kind (text,
-# image or video). It is odd, so that no bit of a position is lost.
+# Powers of `ODD_FACTOR` are factors in the number of a token: the first ones belong to positions, power `OF_KINDS` to
+# the kind (text, image or video). It is odd, so that no bit of a position is lost.
 ODD_FACTOR, OF_KINDS = 0x4F1BBCDCBFA53E0B, 10
 # Entries of a batch that are read for the hashes of its media.
 OF_ITEMS = (IMAGES.grid, *IMAGES.others, VIDEOS.grid, *VIDEOS.others)

@@ -135,7 +135,7 @@ class DocumentGather:
         return [BatchDocuments(of, [] if hashes is None else hashes[at], *more) for at, (of, *more) in each]
 
     def _hashes(self, lengths: list[list[IntArray]], alike: list[list[np.ndarray]]) -> list[list[IntArray]]:
-        """Gathers all hashes of documents that begin alike; returns those of each batch and document."""
+        """Gathers all hashes of documents that begin alike; returns the hashes of each batch and document."""
         counts = [
             [num_hashes(tokens, self._least_tokens) * chosen for tokens, chosen in zip(*of_batch, strict=True)]
             for of_batch in zip(lengths, alike, strict=True)

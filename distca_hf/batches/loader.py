@@ -267,7 +267,7 @@ class PlacedLoader(BaseLoader):
                 use = batch["distca_plan"].use  # the training loop may take the plan out of the batch
                 yield batch
             if self.writes_epochs and use.trained:
-                log.info("%s", meter.read_alone(self).in_words(f"epoch {begin.epoch}"))
+                log.info("%s", meter.read_here(self).in_words(f"epoch {begin.epoch}"))
 
     @property
     def _facts(self) -> dict[str, object]:

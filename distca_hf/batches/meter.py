@@ -177,7 +177,7 @@ class Meter:
         by_rank = Agreement.start(self._transport, Occasion.REPORT, step, {}, mine).wait()
         return self._reading(totals, passed.seconds, by_rank, dtype)
 
-    def read_alone(self, source: PlanSource) -> MeterReading:
+    def read_here(self, source: PlanSource) -> MeterReading:
         """Returns a reading without the other ranks: times and bytes are this rank's."""
         totals, passed = source.totals.since(self._totals), self._now().since(self._began)
         mine = {name: [value] for name, value in self._mine(source, passed).items()}

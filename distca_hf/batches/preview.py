@@ -80,7 +80,7 @@ class PlacedData:
     Attributes:
         planner: plans its micro-batches.
         document_tokens: `[documents]` lengths of all documents.
-        micro_batches: those of the epoch, or of its rest.
+        micro_batches: micro-batches of the epoch, or of its rest.
         first: index of the next one.
         micro_steps: micro-batches of an optimizer step within which documents are divided anew.
         per_epoch: micro-batches of a whole epoch; None for a stream, of which only the buffer is known.
@@ -178,8 +178,8 @@ class RunReport:
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
         extra = len(plan.facts.speeds) - num_ranks
-        beside = f"and {count(extra, 'attention server')} " if extra > 0 else ""
-        nodes = f"{beside}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
+        others = f"and {count(extra, 'attention server')} " if extra > 0 else ""
+        nodes = f"{others}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
         grid = plan.transport.grid
         ranks, each = grid.in_words(), "" if grid.is_flat else " per data rank"
         if not isinstance(plan, PlacedPlan):
@@ -224,22 +224,22 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
         cost: of a token and a pair; None if not known.
         seen: which micro-batches these are.
     """
-    words = []
+    parts = []
     # Share of its time without servers that attention takes with an even split.
     left = num_ranks / sum(preview.speeds) if preview.speeds else 1.0
     imbalance_after = preview.imbalance * left
     before, after = preview.imbalance_before.mean(), imbalance_after.mean()
     if preview.speeds:
-        words.append(f"attention time of the busiest rank {before:.2f} -> {after:.2f} times the mean of the trainers")
+        parts.append(f"attention time of the busiest rank {before:.2f} -> {after:.2f} times the mean of the trainers")
     elif num_ranks == 1:
-        words.append("one rank: there is nothing to balance")
+        parts.append("one rank: there is nothing to balance")
     elif preview.given is not None:
-        words.append(preview.given.balance)
+        parts.append(preview.given.balance)
     else:
-        words.append(f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean")
+        parts.append(f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean")
     if cost is not None:
         share = cost.attention_share(preview.tokens.sum(), preview.pairs.sum())
-        words.append(f"attention is about {share:.0%} of a step")
+        parts.append(f"attention is about {share:.0%} of a step")
         given, imbalances = preview.given, (preview.imbalance_before, imbalance_after)
         if num_ranks > 1 or preview.speeds or (given is not None and given.shared_tokens):
             of_tokens = () if given is None else (given.token_imbalance_before, given.token_imbalance)
@@ -249,8 +249,8 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
             speed_up = cost.speed_up(preview.tokens, preview.pairs, *imbalances, *of_tokens)
             of_placed = f"steps should be {speed_up:.2f} times as fast as packed in order"
             of_rows = f"layers should be {speed_up:.2f} times as fast as without"  # the head may stay
-            words.append(of_placed if given is None else of_rows)
-    return f"{'; '.join(words)} ({seen})"
+            parts.append(of_placed if given is None else of_rows)
+    return f"{'; '.join(parts)} ({seen})"
 
 
 def count(number: int, noun: str) -> str:

@@ -238,7 +238,7 @@ class StreamLoader(BaseLoader):
                 use = batch["distca_plan"].use
                 yield batch
             if self.writes_epochs and use is not None and use.trained:
-                log.info("%s", meter.read_alone(self).in_words(f"pass {begin.buffer.pass_number} of the stream"))
+                log.info("%s", meter.read_here(self).in_words(f"pass {begin.buffer.pass_number} of the stream"))
         if use is None and begin.buffer.is_beginning:
             number = begin.buffer.pass_number
             remedy = "Iterating over it again must begin it anew" if number else "Look at its filters, or at its files"

@@ -96,7 +96,7 @@ def same_inputs(transport: Transport, texts: Sequence[str]) -> Inputs:
     if len({text for text, _ in known}) > 1:
         shown = by_value([text for text, _ in known], [label for _, label in known])
         raise PlanMismatchError(
-            f"{transport.grid.name}: the stream gives different inputs of the model, besides tokens, on its "
+            f"{transport.grid.name}: the stream gives different inputs of the model, other than tokens, on its "
             f"ranks: {shown}. Give every row, on all ranks, the same columns"
         )
     return {name: np.dtype(dtype) for name, dtype in json.loads(known[0][0]).items()} if known else {}

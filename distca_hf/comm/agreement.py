@@ -251,7 +251,7 @@ class Agreement:
 
     def _mismatch(self, differences: Sequence[str], rows: list[list[int]]) -> PlanMismatchError:
         steps = {row[0] for row in rows}
-        remedy = next((words for occasion, words in REMEDIES.items() if occasion in steps), REMEDIES[Occasion.TAKE])
+        remedy = next((text for occasion, text in REMEDIES.items() if occasion in steps), REMEDIES[Occasion.TAKE])
         others = len(differences) - FACTS_SHOWN
         more = f" (and {others} facts more)" if others > 0 else ""
         return PlanMismatchError(
@@ -302,7 +302,8 @@ class CheckedTransport:
         self._number = 0
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an exchange that all ranks mean. One between tensor ranks is not compared: it follows one of rows.
+        """Starts an exchange once all ranks have shown that they mean the same one. One between tensor ranks is not
+        compared: it follows an exchange of rows.
         Raises PlanMismatchError if ranks mean different exchanges, or one sends what another does not expect. Names
         both places, or both numbers of rows; nothing was sent."""
         if asked.scope is Scope.TENSOR:

@@ -20,7 +20,8 @@ class Averaged(NamedTuple):
     """What averages gradients, and over which ranks of the job."""
 
     name: str
-    # Its groups of this rank. If there are two, the second connects equal shards, and both form a grid.
+    # Groups of this rank, as ranks of the job. If there are two, the second connects equal shards, and both form a
+    # grid.
     over: Sequence[Sequence[int]]
     # Whether the mesh of a weight, which may have other dimensions as well, may only divide the weight, as tensor
     # parallelism does; None for a wrapper.

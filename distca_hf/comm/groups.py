@@ -159,8 +159,8 @@ def open_transport(
         device: where the rows to exchange live; decides between NCCL and gloo.
         agreement_timeout_seconds: deadline for all ranks to come to an agreement; by default the same.
         members: the ranks; by default all of the initialised process group.
-        in_thread: whether only a background thread uses it. Its calls come at any time between those of training, so
-            ranks that wait in vain are not looked for.
+        in_thread: whether only a background thread uses it. Its calls come at any time between calls of training, so
+            nothing looks for ranks that wait in vain.
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet; or torch cannot open
@@ -196,8 +196,8 @@ def open_transport(
     except RuntimeError as error:
         raise _nobody_came(rollcall, members, time.monotonic() - began, error) from error
     finally:
-        for alone in padding:
-            dist.destroy_process_group(alone)
+        for group in padding:
+            dist.destroy_process_group(group)
     rollcall.announce_uncaught_errors()
 
     def whereabouts(transport: TorchTransport) -> Whereabouts:
@@ -295,7 +295,7 @@ def _meet(store: Store, members: Members, patience: timedelta) -> int:
     finally:
         timer.cancel()
     told = [text.decode().partition(" ") for text in store.multi_get(keys)]
-    check_same_grids(members.grid, {other: words for other, (_, _, words) in zip(ranks, told, strict=True)})
+    check_same_grids(members.grid, {other: text for other, (_, _, text) in zip(ranks, told, strict=True)})
     return max(int(number) for number, _, _ in told)
 
 

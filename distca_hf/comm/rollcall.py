@@ -61,10 +61,10 @@ class RollCall:
         self,
         store: Store,  # reachable as long as possible; the launcher's own, if there is one
         rank: int,
-        ranks: Sequence[int],  # of the group, as they are numbered in the job
-        # How long ranks are waited for that neither sign in nor left a message.
+        ranks: Sequence[int],  # ranks of the group, as they are numbered in the job
+        # How long to wait for ranks that neither sign in nor left a message.
         patience_seconds: float = PATIENCE_SECONDS,
-        names: Mapping[int, str] | None = None,  # of ranks in messages, if they are not just their numbers
+        names: Mapping[int, str] | None = None,  # names of ranks in messages; by default their numbers
     ) -> None:
         self._store = PrefixStore("distca_hf/rollcall", store)
         self._rank = rank
@@ -79,11 +79,11 @@ class RollCall:
         # Says which ranks wait for each other at different places, once they were found.
         self.in_vain: str | None = None
 
-    def leave(self, words: str) -> None:
+    def leave(self, message: str) -> None:
         """Leaves the message of an error for the others, who cannot read it if the store is gone."""
         self._has_left = True
         try:
-            self._store.set(f"left/{self._rank}", f"left: {words[:LONGEST_MESSAGE]}")
+            self._store.set(f"left/{self._rank}", f"left: {message[:LONGEST_MESSAGE]}")
         except RuntimeError as error:
             log.warning("rank %d: its error did not reach the other ranks: %s", self._rank, error, extra=OF_THIS_RANK)
 
@@ -116,7 +116,7 @@ class RollCall:
                         waiting.discard(rank)
                     elif self._store.check([f"here/{rank}"]):
                         waiting.discard(rank)
-                        with suppress(ValueError):  # of somebody else, who reaches the store
+                        with suppress(ValueError):  # an entry of somebody else, who reaches the store
                             late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
                             if late_seconds > self._patience_seconds:
                                 found[rank] = f"came {late_seconds:.0f} s late"
@@ -137,11 +137,11 @@ class RollCall:
     def missing_in_words(self, waited_seconds: float = 0.0, among: Sequence[int] | None = None) -> Iterator[str]:
         """Yields a phrase for each rank in `missing`, with its number in the group and, if different, in the job."""
         in_group = {rank: number for number, rank in enumerate(self._ranks)}
-        for rank, words in self.missing(waited_seconds, among).items():
+        for rank, message in self.missing(waited_seconds, among).items():
             number = in_group.get(rank)
             of_job = "" if number == rank else f" (rank {rank} of the job)"
             known = f"rank {rank} of the job" if number is None else f"rank {number}{of_job}"
-            yield f"{self._names.get(rank, known)} {words}"
+            yield f"{self._names.get(rank, known)} {message}"
 
     def announce_uncaught_errors(self) -> None:
         """Leaves a message, from now on, before an exception ends this process. If another rank's end caused it in a
@@ -179,22 +179,22 @@ class Announcement:
     def _leave(self, error: BaseException) -> None:
         cause = cause_of(error)
         if tells_of_a_lost_peer(cause) and not isinstance(cause, DistCAError):
-            for words in filter(None, (self._call.in_vain, *self._call.missing_in_words())):
-                error.add_note(f"distca_hf: {words}")
+            for message in filter(None, (self._call.in_vain, *self._call.missing_in_words())):
+                error.add_note(f"distca_hf: {message}")
         self._call.leave(f"{type(cause).__name__}: {cause}")
 
 
 def show_errors_once() -> None:
     """From now on, shows our uncaught errors once per job. Calling it again changes nothing."""
     hook: ExceptHook = sys.excepthook
-    while isinstance(hook, Announcement):  # of plugins that have opened their groups
+    while isinstance(hook, Announcement):  # hooks of plugins that have opened their groups
         hook = hook.earlier
     if not isinstance(hook, ShownOnce):
         sys.excepthook = ShownOnce(sys.excepthook)
 
 
 class ShownOnce:
-    """An exception hook."""
+    """An exception hook that shows an error of several ranks only on the first of them."""
 
     def __init__(self, earlier: ExceptHook) -> None:
         self._earlier = earlier
@@ -202,32 +202,32 @@ class ShownOnce:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Shows the error, or points to the rank that does."""
         cause = cause_of(error)
-        words, rank = f"{type(cause).__name__}: {cause}", this_rank()
+        message, rank = f"{type(cause).__name__}: {cause}", this_rank()
         if isinstance(error, Exception):  # not Ctrl-C
-            leave_for_launcher(words, follows=tells_of_a_lost_peer(cause))
+            leave_for_launcher(message, follows=tells_of_a_lost_peer(cause))
         if not isinstance(cause, DistCAError):
             self._earlier(kind, error, trace)
             return
-        shown_by = first_rank_with(words, rank)
+        shown_by = first_rank_with(message, rank)
         if shown_by != rank:
             self._point(f"ends with the same {type(cause).__name__} as rank {shown_by}, which shows it")
             return
-        self._point(words)  # before a traceback of many lines
+        self._point(message)  # before a traceback of many lines
         # If another rank was lost, the message names it; the place at which this rank waited says nothing.
         if not isinstance(cause, PeerLostError):
             self._earlier(kind, error, trace)
 
-    def _point(self, words: str) -> None:
-        sys.stderr.write(printable(f"{NAME} [rank {this_rank()}] {words}\n"))
+    def _point(self, message: str) -> None:
+        sys.stderr.write(printable(f"{NAME} [rank {this_rank()}] {message}\n"))
         sys.stderr.flush()
 
 
-def first_rank_with(words: str, rank: int) -> int:
+def first_rank_with(message: str, rank: int) -> int:
     """Returns the first rank that ended with this message; this rank if the job's store cannot be asked.
 
     Ignores differences in the name by which a rank calls itself.
     """
-    alike = re.sub(rf"\brank {rank}\b", "rank", words)
+    alike = re.sub(rf"\brank {rank}\b", "rank", message)
     key = hashlib.blake2b(alike.encode(), digest_size=8).hexdigest()
     try:
         if not dist.is_initialized():

@@ -212,15 +212,15 @@ class TorchTransport:
         """Ends this process if ranks wait in vain and no exception can reach this one, because it is in other code or
         waits for a GPU. Runs in the detector's thread."""
         assert self._whereabouts is not None
-        words = self._rollcall.in_vain = self._whereabouts.in_vain
-        if words is None or self._whereabouts.waits_for is not None:
+        message = self._rollcall.in_vain = self._whereabouts.in_vain
+        if message is None or self._whereabouts.waits_for is not None:
             return
         self._seconds_in_vain += 1
         if self._seconds_in_vain > LOOKS_IN_VAIN:
-            words = f"PlanMismatchError: {self.grid.name}, {self.place()}: {words}. {REMEDY}"
-            log.error(words)
-            self._rollcall.leave(words)
-            leave_for_launcher(words)
+            message = f"PlanMismatchError: {self.grid.name}, {self.place()}: {message}. {REMEDY}"
+            log.error(message)
+            self._rollcall.leave(message)
+            leave_for_launcher(message)
             os._exit(1)
 
     def close(self) -> None:

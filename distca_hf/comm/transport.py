@@ -93,7 +93,7 @@ class Traffic:
     """Counts of all that a transport has moved so far, and signals on which ranks leave."""
 
     exchanges: int = 0
-    bytes_sent: int = 0  # that exchanges sent to other ranks that share documents
+    bytes_sent: int = 0  # bytes that exchanges sent to other ranks that share documents
     passes: int = 0  # forward passes of models that have begun; numbers passes alike on all ranks
     # Places of the last exchanges.
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EXCHANGES))

@@ -48,7 +48,7 @@ LONGEST_PLACE = 300
 
 
 class Calls(NamedTuple):
-    """Collective calls that a rank had started at some moment: of the transport, and those of other code."""
+    """Collective calls that a rank had started at some moment: of its transport, and of other code."""
 
     gathers: int
     exchanges: int
@@ -131,10 +131,10 @@ class Whereabouts(Repeated):
 
     def __init__(
         self,
-        store: Store,  # of the job; a connection that nothing else uses
-        name: str,  # of the transport; the same on all ranks
+        store: Store,  # store of the job, over a connection that nothing else uses
+        name: str,  # name of the transport; the same on all ranks
         rank: int,
-        ranks: Sequence[int],  # that run the same program, this one among them
+        ranks: Sequence[int],  # ranks that run the same program, this one among them
         labels: Sequence[str],
         # Returns the exchanges of the transport and the collectives of other code that were started so far.
         count: Callable[[], tuple[int, int]],

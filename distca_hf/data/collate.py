@@ -113,7 +113,7 @@ class Cut:
 
     document: int
     position: int  # first token after the cut
-    checksum: int  # of tokens and labels around it; negative on the rank that holds the tokens after it
+    checksum: int  # checksum of tokens and labels around the cut; negative on the rank that holds the tokens after it
 
 
 def cuts_of(

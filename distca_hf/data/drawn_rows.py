@@ -42,7 +42,7 @@ class DrawnRows:
     """Rows that a transform makes on access. A column `length` must announce their lengths. With epoch and row, `seed`
     decides what a transform draws at random.
 
-    Attributes: see `StoredRows`; columns are those of the first row.
+    Attributes: see `StoredRows`; columns are the first row's.
 
     Raises:
         PackingError: no lengths are announced, or the first row cannot be drawn.
@@ -71,7 +71,7 @@ class DrawnRows:
         for row, drawn in draws.items():
             if (inputs := inputs_of(drawn)) != self.inputs:
                 raise PackingError(
-                    f"row {row}: the dataset's transform gives {in_words(inputs)} besides tokens, and "
+                    f"row {row}: the dataset's transform gives {in_words(inputs)} in addition to tokens, and "
                     f"{in_words(self.inputs)} for row 0; give every row the same inputs of the model"
                 )
         return draws

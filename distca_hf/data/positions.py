@@ -36,7 +36,7 @@ class SavedPosition:
     capacity_tokens: int
     num_ranks: int
     micro_steps: int
-    # See `Cursor`.
+    # The fields of `Cursor`, which describes them.
     epoch: int
     micro_batch: int
     taken: tuple[tuple[int, int], ...]

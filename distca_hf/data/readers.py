@@ -56,7 +56,7 @@ class StreamDocument:
 class Snapshot:
     """State of a part of the stream."""
 
-    # Read before, in this pass.
+    # Documents and rows that were read before, in this pass.
     documents: int = 0
     rows: int = 0
     state: str = ""  # JSON; empty at the beginning
@@ -211,8 +211,8 @@ class StreamReader:
             self.inputs = inputs
         elif inputs != self.inputs:
             raise PackingError(
-                f"{where}the stream gives {in_words(inputs)} besides tokens, and {in_words(self.inputs)} before; give "
-                "every row the same inputs of the model"
+                f"{where}the stream gives {in_words(inputs)} in addition to tokens, and {in_words(self.inputs)} "
+                "before; give every row the same inputs of the model"
             )
         followed = ("labels", *MASK_COLUMNS) if follows_masks(reading, values) else ("labels",)
         learnt = [name for name in followed if name in values]

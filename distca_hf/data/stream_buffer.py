@@ -39,7 +39,7 @@ def keys_of(reader: int, first: int, count: int) -> IntArray:
 class NewDocuments:
     """What a reader has read since it was asked last."""
 
-    # `[documents]` of each document.
+    # `[documents]` length, and checksum of its tokens, of each document.
     tokens: IntArray
     checksums: IntArray
     has_ended: bool

@@ -99,7 +99,8 @@ class StreamSource:
         self.reading, self.longest_tokens, self.overlong = reading, longest_tokens, overlong
         self.skips_bad_rows, self.stay_whole = skips_bad_rows, stay_whole
         self._stream, self._shuffle = stream, shuffle
-        self.has_given_rows, self._reads_tables, self._files = False, False, ""
+        self.has_given_rows = False  # whether any pass of this process has read a row
+        self._reads_tables, self._files = False, ""
         if isinstance(stream, datasets.IterableDataset):
             if datasets.__version__ in LOSE_POSITION:
                 raise PackingError(
@@ -248,8 +249,9 @@ def _checksum(value: object) -> str:
 
 
 def _separate(step: Any) -> Any:
-    """Returns copies of the steps that make the rows of a stream of `datasets`. They hold positions. Otherwise readers
-    of one process, and those of an earlier iteration, share them: `datasets` copies only the last step."""
+    """Returns copies of the steps that make the rows of a stream of `datasets`. The steps
+    hold positions, which readers of one process, and of an earlier iteration, would share: `datasets` copies only the
+    last step."""
     step = copy(step)
     for name, value in vars(step).items():
         if name == "ex_iterable":

@@ -70,7 +70,7 @@ class Tempered:
 class LayerSettings(NamedTuple):
     """Settings of an attention layer in an enabled model."""
 
-    kernel: str  # of local attention; a plan brings its own
+    kernel: str  # kernel of local attention; a plan has its own
     deterministic: bool
     number: torch.Tensor  # number of the layer in its model; `runtime.op.flash_attn` says why it is a tensor
     in_forward_pass: Callable[[], bool]  # returns whether the enabled model is in a forward pass, which is watched

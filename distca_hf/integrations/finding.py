@@ -55,7 +55,7 @@ class Given(NamedTuple):
     # `[B, places]`, False for each place of a row that is padding; or as `all_places` returns it.
     padding: torch.Tensor | None
     numbers: torch.Tensor | None  # the same before it was made bool
-    positions: torch.Tensor | None  # of the queries
+    positions: torch.Tensor | None  # positions of the queries
     # bool `[B, T - 1]`, True for each token in the same document as the token before it. It overrides positions.
     goes_on: torch.Tensor | None
     unseen: bool  # whether the batch may have positions that are not given here

@@ -55,7 +55,7 @@ class RowMask:
 
     def __init__(
         self,
-        shape: tuple[int, int, int, int],  # of the mask that it replaces, `[B, 1, T, S]`
+        shape: tuple[int, int, int, int],  # shape of the mask that it replaces, `[B, 1, T, S]`
         device: torch.device,
         # Places of the first query and the first key in their row, tokens in a cache included.
         q_offset: int | torch.Tensor = 0,
@@ -64,7 +64,7 @@ class RowMask:
         padding: torch.Tensor | None = None,
         # The mask as given to the model, before it was made bool; None if unknown.
         numbers: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,  # of the queries, as given to Transformers; None if unknown
+        positions: torch.Tensor | None = None,  # positions of queries as given to Transformers; None if unknown
         # A function that lets a token see the one before it if both are in one document; None if there is none.
         packed: MaskFunction | None = None,
         window_tokens: int | None = None,  # the most keys that a query sees; None if it sees all of its document

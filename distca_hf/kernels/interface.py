@@ -274,8 +274,8 @@ def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]
     widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
     same = rows == places if len(rows) == len(places) else sum(widths) == sum(room)
     if not same or len({dtype for *_, dtype in (*sources, *targets)}) > 1:
-        words = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
-        raise ValueError(f"cannot copy rows {' to '.join(words)}")
+        shapes = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
+        raise ValueError(f"cannot copy rows {' to '.join(shapes)}")
     return max(widths, room, key=len)
 
 

@@ -151,7 +151,7 @@ class Entry:
         return None if found else f"is not installed{how}"
 
 
-# Of FlashAttention 2, which comes as a package and with torch. Torch has no softcap.
+# Limits of FlashAttention 2 as it comes with torch, which has no softcap.
 FLASH2_OF_TORCH = Capabilities(
     "cuda",
     HALF,
@@ -272,9 +272,9 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
             if kernel is not None:
                 if better:
                     # A missing package is missing on all ranks; a kernel may fail only on this GPU.
-                    extra = OF_THIS_RANK if any(FAILS in words or IS_WRONG in words for words in better) else None
-                    words = "using attention kernel %s, not a faster one: %s"
-                    log.warning(words, candidate, "; ".join(better), extra=extra)
+                    extra = OF_THIS_RANK if any(FAILS in reason or IS_WRONG in reason for reason in better) else None
+                    message = "using attention kernel %s, not a faster one: %s"
+                    log.warning(message, candidate, "; ".join(better), extra=extra)
                 log.debug("attention kernel %s for %s", candidate, operands)
                 return kernel
             better.append(f"{candidate} {reason}")

@@ -167,8 +167,8 @@ class TimedCost:
 def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
     """Predicts `[ranks]` seconds of attention of one layer, forward and backward. Ranks share a stripe equally."""
     seconds = times.of(layout.segment_start, layout.segment_stop)
-    total, alone = _stripe_seconds(layout, times), ~layout.segment_in_stripe
-    np.add.at(total, layout.segment_rank[alone], seconds[alone])
+    total, unstriped = _stripe_seconds(layout, times), ~layout.segment_in_stripe
+    np.add.at(total, layout.segment_rank[unstriped], seconds[unstriped])
     return total
 
 

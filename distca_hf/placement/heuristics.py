@@ -49,7 +49,7 @@ FINISH = 1 / 2
 # Maximum spread of the ranks' needs for short documents, in mean cost per token, as a fraction of the largest. At 1.0
 # all ranks are served one after the other.
 ALIKE = 1.0
-# The same for nodes. It is lower, because the deviation of a node weighs more than that of one rank.
+# The same for nodes. It is lower, because the deviation of a node weighs more than a rank's.
 ALIKE_NODES = 0.5
 # Minimum work of a heavy document, as fractions of a rank's mean work, in the order in which they are tried. Next to
 # nearly a rank's work only the lightest tokens fit, so the document gets its own ranks. If groups cannot be filled,

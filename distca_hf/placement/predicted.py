@@ -157,11 +157,11 @@ def moved_rows(layout: Layout) -> float:
     for stripe in layout.stripes:
         ranks, tokens = stripe.stop_rank - stripe.first_rank, stripe.stop - stripe.start
         moved += (1 + QUERY_AND_OUTPUT_PARTS) * tokens * (ranks - 1) / ranks + stripe.start
-    alone = ~layout.segment_in_stripe
-    rank, document, stop = (x[alone] for x in (layout.segment_rank, layout.segment_document, layout.segment_stop))
+    unstriped = ~layout.segment_in_stripe
+    rank, document, stop = (x[unstriped] for x in (layout.segment_rank, layout.segment_document, layout.segment_stop))
     if layout.shared is not None:
         index, document, _, stop = layout.shared.held(document, np.zeros_like(stop), stop)
         rank = rank[index]
     last = np.zeros(layout.num_ranks * layout.num_documents, dtype=np.int64)
     np.maximum.at(last, rank * layout.num_documents + document, stop - layout.first_own[document])
-    return moved + int(last.sum()) - int(layout.segment_tokens[alone].sum())
+    return moved + int(last.sum()) - int(layout.segment_tokens[unstriped].sum())

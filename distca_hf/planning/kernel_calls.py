@@ -89,7 +89,7 @@ class RemoteTasks(Ranges):
         return cls(document, head, start, stop, groups, task[order], chunk[order], exclusive_cumsum(rows))
 
     def cut(self, mask: Mask) -> "RemoteTasks":
-        """Cuts tasks at queries that attend no key before them."""
+        """Cuts tasks at queries that attend to no key before them."""
         part, start, stop = self.parts_under(mask)
         rows = (start - self.start[part]) * rows_per_token(self.head[part], self.head_groups)
         return replace(self.select(part), start=start, stop=stop, first_row=self.first_row[part] + rows)
@@ -265,8 +265,8 @@ def prefix_calls(
 
 
 def _read_together(local: LocalParts, first_row: IntArray, keys: IntArray) -> BoolArray:
-    """Returns `[rectangles]` whether a rectangle stays apart from the next one of its path: it has few queries, and is
-    one with rectangles of neighbours that read the same keys.
+    """Returns `[rectangles]` whether a rectangle is not joined with the next one of its path: it has few queries, and
+    is joined with rectangles of neighbours that read the same keys instead.
 
     Args:
         local: part of each rectangle; rectangles of a part follow each other.

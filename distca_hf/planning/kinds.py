@@ -78,7 +78,7 @@ def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_extra: int = 0)
         layer_masks: masks of the model, each with the number of its layers.
         num_extra: number of ranks without tokens, the last ones of the plan; they compute nothing in windows.
     """
-    alone = (1.0,) * (plan.layout.num_ranks - num_extra) + (0.0,) * num_extra if num_extra else ()
+    speeds = (1.0,) * (plan.layout.num_ranks - num_extra) + (0.0,) * num_extra if num_extra else ()
     values, weights = [], []
     for mask, count in layer_masks:
         if mask.within(plan.layout.longest_document_tokens) == CAUSAL_MASK:  # these layers follow the plan
@@ -86,7 +86,7 @@ def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_extra: int = 0)
             weights.append(count * float((plan.work / plan.tasks.head_groups).sum()))
         else:  # every rank computes the queries that it holds
             work = plan.layout.rank_work_of(mask)
-            values.append(imbalance(work, alone))
+            values.append(imbalance(work, speeds))
             weights.append(count * float(work.astype(np.float64).sum()))
     return float(np.average(values, weights=weights)) if any(weights) else 1.0
 

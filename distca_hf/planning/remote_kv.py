@@ -7,7 +7,8 @@ they are prefixes of lines:
     | d1[0:5] all heads | d4[0:3] group 2 |   | d1[5:9] all heads | d2[0:6] all heads | d4[3:7] group 2 |
 
 Keys of a shared prefix are read from the document that holds them, once for all documents of a rank that continue it.
-The keys before a query are then a *path*, from the root of a tree on. Rows follow paths, those of most queries first:
+The keys before a query are then a *path*, from the root of a tree on. Rows follow paths, beginning with the path that
+most queries read:
 
     documents    d0[0:9] | d1 continues d0[0:4] | d2 continues d1[0:7], whose first 4 tokens d0 holds
     paths        d0[0:9], few queries of d0 | d0[0:4] d1[4:7], many queries of d2
@@ -32,7 +33,7 @@ class RemoteKV:
     lines of single groups.
 
     Attributes:
-        reads: the ranges of keys.
+        reads: ranges of keys that the rank reads.
         starts, stops: `[ranges, chunks]` tokens [start, stop) of each range that a chunk brings.
         offset: `[ranges, chunks]` remote-KV row of the first of these tokens.
         num_rows: rows of all chunks.
@@ -72,7 +73,7 @@ class RemoteKV:
         return index
 
     def row(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
-        """Returns the first remote-KV row of tokens in the remote KV."""
+        """Returns the first row of each of these tokens in the remote KV."""
         index = self.index_of(documents, heads, tokens)
         chunk = (tokens[:, None] >= self.stops[index, :-1]).sum(axis=1)
         into_chunk = (tokens - self.starts[index, chunk]) * rows_per_token(heads, self.reads.head_groups)
@@ -122,8 +123,8 @@ def along_paths(parts: KeyRanges, path: IntArray, queries: IntArray, row: IntArr
     heaviest[before[by_weight]] = after[by_weight]  # the last one remains
     goes_on, chain = np.flatnonzero(heaviest >= 0), np.arange(len(cuts))
     chain[heaviest[goes_on]] = goes_on
-    while np.any(chain != (chain := chain[chain])):
-        pass
+    while np.any(chain[chain] != chain):  # until all edges point to the first one of their chain
+        chain = chain[chain]
 
     # 3. Chain after chain, in the order of their queries. Neighbours of one line are joined.
     read = np.flatnonzero(weight)
@@ -136,5 +137,6 @@ def along_paths(parts: KeyRanges, path: IntArray, queries: IntArray, row: IntArr
     by_position = np.lexsort((start, line))
     in_order = np.empty_like(by_position)
     in_order[by_position] = np.arange(len(by_position))
-    reads = KeyRanges(line // (groups + 1), head, start, stop, groups, np.full(len(line), parts.reader[:1].sum()))
+    reader = np.repeat(parts.reader[:1], len(line))  # the same for all
+    reads = KeyRanges(line // (groups + 1), head, start, stop, groups, reader)
     return reads.select(by_position), in_order

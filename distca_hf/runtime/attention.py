@@ -275,8 +275,8 @@ def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
 def check_room(
     plan: LivePlan, routing: DeviceRouting, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """Compares the memory that backward of this layer needs besides its inputs with the free memory, before anything
-    is sent: if this rank ran out of memory within a step, all others would wait until the deadline.
+    """Compares the memory that backward of this layer needs in addition to its inputs with the free memory, before
+    anything is sent: if this rank ran out of memory within a step, all others would wait until the deadline.
 
     A document's keys gather on the rank that computes its last queries, which may need more memory than its tokens
     suggest.

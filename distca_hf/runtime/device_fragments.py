@@ -21,7 +21,7 @@ class PinnedFragments:
     by_ranks: Fold  # this rank's fold if heads are not divided
     # All indices, one after the other; in memory from which a GPU copies while the host continues.
     indices: torch.Tensor
-    lengths: dict[str, int]  # of each kind of indices, by name
+    lengths: dict[str, int]  # number of indices of each kind, by name
 
     @classmethod
     def prepare(cls, fragments: Fragments, pin: bool) -> Self:
@@ -78,7 +78,7 @@ class DeviceFold:
 class DeviceGroup:
     """Documents or fragments that layers compute together, with indices on the device."""
 
-    tokens: list[int]  # of each part, in row order
+    tokens: list[int]  # tokens of each part, in row order
     long_offsets: torch.Tensor  # int64; see `offsets`
 
     @cached_property
@@ -118,7 +118,7 @@ class DeviceFragments:
     # int64, each row of `edges` once, and the places of `edges` among these.
     edge_rows: torch.Tensor
     edge_numbers: torch.Tensor
-    # Of `Halo`.
+    # Indices of `Halo`, under its names.
     windows: torch.Tensor
     kept: torch.Tensor
     rows: torch.Tensor

@@ -12,7 +12,7 @@ agreement belongs to a backward pass of autograd, not to a forward pass. A rank 
 backward passes in another order, meets the others in a different agreement, and nothing is sent.
 
 Later layers may have other dtypes and heads than the first one. In a model's first pass ranks show them before every
-call. From then on each rank knows them, and refuses a layer of its own that differs, before exchanging anything.
+call. From then on each rank knows them, and refuses one of its layers that differs, before exchanging anything.
 """
 
 import zlib
@@ -180,11 +180,11 @@ class ForwardPass:
             return
         before = self._expected_tensors[call]
         if tensors.dtypes != before.dtypes:
-            words = f"in {tensors.dtypes_in_words}, and in {before.dtypes_in_words}"
+            how = f"in {tensors.dtypes_in_words}, and in {before.dtypes_in_words}"
         else:
-            words = f"with heads {tensors.heads_in_words}, and with {before.heads_in_words}"
+            how = f"with heads {tensors.heads_in_words}, and with {before.heads_in_words}"
         raise PlanError(
-            f"{where}: the layer attends {words} in the pass before; other ranks exchange rows for that, and none of "
+            f"{where}: the layer attends {how} in the pass before; other ranks exchange rows for that, and none of "
             "this layer were sent. Dtypes and heads of layers cannot change after the first pass: compute the layer "
             "as before, or enable the model again, on all ranks"
         )

@@ -91,8 +91,8 @@ class PreparedForward:
         call: DeviceCall,
         spec: AttentionSpec,
         kv_heads: int,
-        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # queries, outputs and log-sum-exps of one of them
-        of_keys: tuple[torch.Tensor, torch.Tensor],  # its keys and values, local ones or the remote KV's
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # queries, outputs and log-sum-exps of one alike layer
+        of_keys: tuple[torch.Tensor, torch.Tensor],  # keys and values of that layer, local ones or the remote KV's
     ) -> None:
         self._call, self._kv_heads, self.spec = call, kv_heads, _spec_of_call(call, spec)
         q, out, lse = queries_of(call, kv_heads, *rows)
@@ -138,7 +138,7 @@ class PreparedBackward:
         call: DeviceCall,
         spec: AttentionSpec,
         kv_heads: int,
-        # Tensors of one of these layers.
+        # Tensors of one alike layer.
         rows: QueryRows,
         dq: torch.Tensor,
         of_keys: Sequence[torch.Tensor],  # its keys, values and their gradients, local ones or the remote KV's

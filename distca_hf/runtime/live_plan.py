@@ -108,7 +108,7 @@ class LivePlan:
         self._replan, self._also = replan, also
         self.checks_finite = config.debug.check_finite
         self.agreement = agreement
-        self.numbers: dict[str, list[int]] = {}  # of every data rank in the agreement, by name
+        self.numbers: dict[str, list[int]] = {}  # numbers that every data rank gave in the agreement, by name
         self.use = PlanUse()
         self.part = 0  # part of the model that passes run, see `of_part`
         self.longest_document_tokens = planned.longest_document_tokens

@@ -121,7 +121,7 @@ class Retention:
     def __init__(
         self,
         config: DistCAConfig,
-        facts: PlanFacts,  # of the layers with one mask
+        facts: PlanFacts,  # facts of the layers with one mask
         room_bytes: float | None = None,  # on each rank without tokens; None if there are none
         # Retentions of the layers with windows, which have few rows and count before full layers'; None for a layer
         # with a window.

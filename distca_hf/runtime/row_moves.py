@@ -124,7 +124,7 @@ class PassRows:
         self,
         moves: DeviceRowMoves,
         transport: Transport,
-        shape: tuple[int, int],  # of the batch, `(B, L)`
+        shape: tuple[int, int],  # shape of the batch, `(B, L)`
         where: str,
         before_backward: Callable[[], None],  # agrees with all ranks that they differentiate this pass
     ) -> None:

@@ -206,7 +206,7 @@ class LostServers:
     """How often each server was lost in a row, without a counted step in between; the same on all trainers."""
 
     def __init__(self) -> None:
-        self.names: dict[int, str] = {}  # of servers, with their hosts, by their numbers
+        self.names: dict[int, str] = {}  # names of servers, with their hosts, by their numbers
         self._in_a_row: Counter[int] = Counter()
 
     def name_of(self, server: int) -> str:

@@ -215,7 +215,7 @@ class Invitation:
 
     store: JobStore
     members: Sequence[Member]
-    device_type: str  # of the rows to exchange
+    device_type: str  # device type of the rows to exchange
     settings: Mapping[str, object]
     version: str
 

@@ -206,7 +206,7 @@ class ReportedPass(NamedTuple):
 
     folder: str
     token_bytes: TokenBytes  # bytes of one token in one layer of the model
-    trace: RankTrace  # of the reporting trainer, without calls
+    trace: RankTrace  # trace of the reporting trainer, without calls
 
     def text(self) -> str:
         return json.dumps([self.folder, *vars(self.token_bytes).values(), self.trace.line()])

@@ -69,7 +69,7 @@ class ServedTransport:
         among_trainers: Transport,  # transport of the trainers only
         device: torch.device,
         all_servers: Servers,  # servers that were launched, whether they are alive or not
-        settings: Mapping[str, object],  # of the plugin, for the servers
+        settings: Mapping[str, object],  # the plugin's settings, for the servers
         # Deadlines of an exchange, and for all servers to come at the beginning.
         timeout_seconds: float,
         patience_seconds: float,
@@ -309,8 +309,8 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows under way; a lost server may make the step fail. `progress` is that of the GPU, if the exchange belongs to
-    no step."""
+    """Rows under way; a lost server may make the step fail. `progress`: progress of the GPU, if the exchange belongs
+    to no step."""
 
     def __init__(self, transport: ServedTransport, exchange: Exchange, progress: StreamProgress | None) -> None:
         self._transport, self._exchange, self._progress = transport, exchange, progress

@@ -205,7 +205,7 @@ class ServerSpeeds:
     speeds are not measured, servers keep the initial ones."""
 
     def __init__(self, servers: Servers, is_measured: bool, device: torch.device) -> None:
-        # Of this trainer's kernels; None if speeds are not measured.
+        # Measures this trainer's kernels; None if speeds are not measured.
         self.stopwatch = Stopwatch(device) if is_measured else None
         self.busy = Reading()  # sum of the readings of all servers, in steps that counted
         self._servers = servers

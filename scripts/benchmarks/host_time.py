@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     for repeat in range(options.repeats):
         times.append(_pass(options, device, subject, f"repeat {repeat}"))
         if options.unchecked:
-            # that a layer attends within a forward pass, and the note of the layer
+            # Leaves out the check that a layer attends within a forward pass, and the note of the layer.
             with mock.patch.multiple(ForwardPass, check_open=_nothing, note_call=_nothing):
                 others = _pass(options, device, subject, f"repeat {repeat}, unchecked")
             differences.append(times[-1].beyond - others.beyond)
@@ -96,10 +96,10 @@ def _nothing(*arguments: object) -> None:
 class Subject:
     """Calls of this rank that are timed."""
 
-    kernel: Kernel  # that both call
+    kernel: Kernel  # kernel that both calls use
     attend: Callable[[], object]  # one attention call of the product, forward
     attend_alone: Callable[[], object]  # FlashAttention's own call on the same rows
-    alone_name: str  # of its function
+    alone_name: str  # name of FlashAttention's function
     transport: Transport  # counts exchanges
 
 
@@ -107,10 +107,10 @@ class Subject:
 class PassTimes:
     """Seconds of the host for each call of a pass."""
 
-    call: float  # of the product
-    kernels: float  # in the kernel function, of the same
+    call: float  # an attention call of the product
+    kernels: float  # the kernel functions in that call
     alone: float  # FlashAttention's own call
-    exchanges: float  # that a call starts
+    exchanges: float  # number of exchanges that a call starts; not seconds
 
     @property
     def beyond(self) -> float:

@@ -137,8 +137,8 @@ def parse() -> argparse.Namespace:
     rest = options.pages * tokens_of((options.page_side, options.page_tokens))
     rest -= options.photos * tokens_of((options.photo_side, options.photo_tokens))
     if rest < options.texts or rest % options.texts:
-        words = f"photos leave {rest} tokens of as many as pages have"
-        parser.error(f"{words}; --texts {options.texts} do not divide them")
+        reason = f"photos leave {rest} tokens of as many as pages have"
+        parser.error(f"{reason}; --texts {options.texts} do not divide them")
     options.text_tokens = rest // options.texts
     return options
 

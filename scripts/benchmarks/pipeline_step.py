@@ -69,7 +69,7 @@ class Step:
 
     inputs: StepInputs
     pairs: IntArray  # `[micro_batches]` attended pairs of a layer, of the busiest data rank
-    tokens: int  # of all ranks, without padding
+    tokens: int  # tokens of all ranks, without padding
 
 
 def main() -> None:
@@ -178,12 +178,12 @@ def compare(
         if dist.get_rank() == 0:
             print(row([name, way, *cells, *(f"{ratio:.3f}" for ratio in ratios)]), flush=True)
     spread = max((max(seconds[1:]) - min(seconds[1:])) / measured[way] for way, seconds in rounds.items())
-    hop, spread_words = f"a hop {1e3 * hop_seconds:.2f} ms", f"rounds of a step within {100 * spread:.1f} %"
+    hop, spread_text = f"a hop {1e3 * hop_seconds:.2f} ms", f"rounds of a step within {100 * spread:.1f} %"
     without = ""
     if silent:
-        alone = statistics.median(silent[1:])
-        without = f"; as packed ÷ without transfers between data ranks {measured['as packed'] / alone:.3f}"
-    return [*losses.values()], f"{name}: {times.in_words()}; {hop}; {spread_words}{without}"
+        silent_seconds = statistics.median(silent[1:])
+        without = f"; as packed ÷ without transfers between data ranks {measured['as packed'] / silent_seconds:.3f}"
+    return [*losses.values()], f"{name}: {times.in_words()}; {hop}; {spread_text}{without}"
 
 
 def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: Pipeline, documents: Dataset) -> Step:
@@ -197,8 +197,8 @@ def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: P
     with mock.patch("distca_hf.batches.placed.place", in_order) if way == "plain" else nullcontext():
         loader = stages.plugin.dataloader(documents, shuffle=False, model=stages.outline, **shaped)
         if len(loader) != options.micro_batches:
-            words = f"{options.micro_batches} micro-batches do not hold all documents, {len(loader)} do"
-            raise SystemExit(f"{way}: {words}: choose another --seed")
+            reason = f"{options.micro_batches} micro-batches do not hold all documents, {len(loader)} do"
+            raise SystemExit(f"{way}: {reason}: choose another --seed")
         batches = list(loader)
     pairs = np.array([max(batch["distca_plan"].facts.work) for batch in batches])
     tokens = torch.stack([batch["attention_mask"].sum() for batch in batches]).sum()

@@ -73,7 +73,7 @@ class PeakRow:
     size: ModelSize = BACKBONE
     checkpointing: Checkpointing = "recomputed"
     liger: bool = False
-    optimizer_bytes: int = 0  # of its state, for each weight; 0 without an optimizer
+    optimizer_bytes: int = 0  # bytes of its state for each weight; 0 without an optimizer
     # most bytes of received rows that waited; 0 with `kv_residency="refetch"`, and in runs before 2026-11-22, when no
     # rows waited yet
     kv_budget_bytes: float = 4 * GIB  # the default of `kv_budget_gib`

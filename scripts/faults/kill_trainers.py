@@ -61,9 +61,9 @@ def _kill(folder: Path, rank: int) -> float:
         job.poll()
         time.sleep(0.05)
     passed = time.monotonic() - began
-    words = log.read_text()
-    if left or job.wait() == 0 or f"local_rank: {rank}" not in words:
-        sys.exit(f"{len(left)} processes are left, status {job.returncode}:\n{words[-3000:]}")
+    shown = log.read_text()
+    if left or job.wait() == 0 or f"local_rank: {rank}" not in shown:
+        sys.exit(f"{len(left)} processes are left, status {job.returncode}:\n{shown[-3000:]}")
     return passed
 
 

@@ -106,9 +106,9 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
         print_now(f"longest steps: {seconds} s; median {statistics.median(disturbed['seconds']):.3f} s")
     grows = judge(sizes)
     print_now(f"the same {disturbed['steps']} steps follow without servers")
-    _, alone = train(options, folder, servers=0, steps=disturbed["steps"])
-    losses = [abs(one - other) for one, other in zip(disturbed["losses"], alone["losses"], strict=True)]
-    norms = [abs(one / other - 1) for one, other in zip(disturbed["norms"], alone["norms"], strict=True)]
+    _, undisturbed = train(options, folder, servers=0, steps=disturbed["steps"])
+    losses = [abs(one - other) for one, other in zip(disturbed["losses"], undisturbed["losses"], strict=True)]
+    norms = [abs(one / other - 1) for one, other in zip(disturbed["norms"], undisturbed["norms"], strict=True)]
     print_now(f"largest difference of a loss {largest(losses)}, of a norm, as a part of it, {largest(norms)}")
     same = within(losses, LOSS_LIMITS[options.device]) and within(norms, NORM_LIMITS[options.device])
     return int(not same or grows)

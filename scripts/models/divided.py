@@ -55,9 +55,9 @@ from sweep import (
 
 TENSOR = {"tp_size": 2, "fsdp_size": 2}
 EXPERTS = {"ep_size": 2, "fsdp_size": 2}
-# Of a refusal: the class, which the table names.
+# The beginning of a refusal: the class, which the table names already.
 OPENING = re.compile(r"^\w+ cannot [^:]*: ")
-# A difference that is rounding; others are told with words.
+# A difference that is rounding; others are told as text.
 NUMBER = re.compile(r"^\d\.\de[+-]\d\d$")
 # A class is given up after it. Ranks of a model that fails on some of them wait for each other.
 HANG_SECONDS = 120.0

@@ -46,8 +46,8 @@ class Family:
     """Published checkpoints that have something in common."""
 
     name: str
-    model_types: tuple[str, ...]  # of their configurations
-    # in which the published checkpoints differ from the tiny configuration
+    model_types: tuple[str, ...]  # model types of their configurations
+    # Settings in which the published checkpoints differ from the tiny configuration.
     settings: dict[str, Any] = field(default_factory=dict)
     sign: str = ""  # part of the refusal, if it is refused or has a longest document
     note: str = ""  # for people

@@ -1,4 +1,4 @@
-"""Losses: the same training with distca_hf on two ranks, and with sdpa on each document alone.
+"""Losses: the same training with distca_hf on two ranks, and with sdpa on each document by itself.
 
 scripts/quickstart.sh --steps 64
 cp quickstart_output/steps.json docs/benchmarks/quickstart-steps.json
@@ -59,7 +59,7 @@ def draw(style: Style) -> Figure:
 
 
 def described() -> str:
-    """Returns the picture in words."""
+    """Returns the picture as text."""
     return (
         f"Losses of {len(STEPS)} steps with distca_hf and with sdpa, from {DISTCA[0]:.3f} to {DISTCA[-1]:.3f}. They "
         f"lie on each other and differ by {largest()} at most."

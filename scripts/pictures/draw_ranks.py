@@ -94,7 +94,7 @@ def draw(style: Style, spreads: dict[str, list[Spread]]) -> Figure:
 
 
 def described(spreads: dict[str, list[Spread]]) -> str:
-    """Returns the picture in words."""
+    """Returns the picture as text."""
     means_of_mixes = [
         ", ".join(f"{spread.mean:.1f} on {ranks}" for ranks, spread in zip(RANKS, by_ranks, strict=True))
         for by_ranks in spreads.values()

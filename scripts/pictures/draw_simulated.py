@@ -150,13 +150,13 @@ def draw_bars(axes: Axes, style: Style, panel: Panel) -> None:
     for place, way in enumerate(WAYS):
         bar = panel["ways"].get(way)
         if bar is None or not bar["fits"]:
-            words = "cannot hold the context" if bar is None else "does not fit the GPU's memory"
-            axes.text(0.03, place, words, va="center", fontsize=8.5, color=style.muted, style="italic")
+            label = "cannot hold the context" if bar is None else "does not fit the GPU's memory"
+            axes.text(0.03, place, label, va="center", fontsize=8.5, color=style.muted, style="italic")
             continue
         ours, ratio = way == "placed", bar["times_as_fast"]
         axes.barh(place, ratio, 0.72, color=style.ours if ours else style.others)
-        words = f"{ratio:.2f}{'' if bar['whole'] else ' *'}"
-        axes.text(ratio + 0.04, place, words, va="center", weight="bold" if ours else "normal")
+        label = f"{ratio:.2f}{'' if bar['whole'] else ' *'}"
+        axes.text(ratio + 0.04, place, label, va="center", weight="bold" if ours else "normal")
         inside = style.on_ours if ours else style.on_others
         axes.text(
             0.05, place, f"{bar['tokens_per_second'] / panel['gpus']:,.0f}", va="center", fontsize=8.5, color=inside
@@ -169,14 +169,14 @@ def draw_bars(axes: Axes, style: Style, panel: Panel) -> None:
 
 
 def described(panels: Sequence[Panel]) -> str:
-    """Returns the picture in words."""
+    """Returns the picture as text."""
     of_mixes = [f"{MIXES[mix]}, {of_mix(panels, mix)}." for mix in MIXES]
-    words = " ".join(["Simulated steps of an 8B Llama, times as fast as plain packing.", *of_mixes])
-    return words.replace(". a ", ". A ")
+    text = " ".join(["Simulated steps of an 8B Llama, times as fast as plain packing.", *of_mixes])
+    return text.replace(". a ", ". A ")
 
 
 def of_mix(panels: Sequence[Panel], mix: str) -> str:
-    """Returns the figures of one mix of lengths in words."""
+    """Returns the figures of one mix of lengths as text."""
     parts = []
     for panel in (panel for panel in panels if panel["mix"] == mix):
         shown = {way: bar for way, bar in panel["ways"].items() if way != "plain" and bar["fits"]}
@@ -186,14 +186,14 @@ def of_mix(panels: Sequence[Panel], mix: str) -> str:
 
 
 def with_figures(page: str, stored: Stored) -> str:
-    """Returns the page with the output of the command, and the words of the picture."""
+    """Returns the page with the output of the command, and the text of the picture."""
     block = "\n".join(["```", stored["command"], "```", "", "```text", "...", *stored["quoted"], "...", "```"])
     found = re.compile(r"```\ndistca simulate prolong .*?\n```\n\n```text\n.*?\n```", re.DOTALL)
-    words = re.compile(r"!\[Simulated[^]]*(\]\(pictures/simulated-light)")
-    assert len(found.findall(page)) == len(words.findall(page)) == 1, "the page has no such block or picture"
+    picture = re.compile(r"!\[Simulated[^]]*(\]\(pictures/simulated-light)")
+    assert len(found.findall(page)) == len(picture.findall(page)) == 1, "the page has no such block or picture"
     written = found.sub(lambda _: block, page)
     wrapped = textwrap.fill(f"![{described(stored['panels'])}", 118, break_on_hyphens=False)
-    return words.sub(lambda match: wrapped + match[1], written)
+    return picture.sub(lambda match: wrapped + match[1], written)
 
 
 def main(options: Mapping[str, bool]) -> None:

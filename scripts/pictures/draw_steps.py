@@ -124,7 +124,7 @@ def draw_two_gpus(style: Style) -> Figure:
 
 
 def described(table: str, ways: dict[str, str]) -> str:
-    """Returns all figures of a picture in words."""
+    """Returns all figures of a picture as text."""
     rows = [
         f"{row['documents']}, {row['links']}: "
         + ", ".join(f"{ways[way]} {row['ms'][way]}".replace("\n", " ") for way in ways if way in row["ms"])

@@ -101,7 +101,7 @@ def draw(style: Style) -> Figure:
 
 
 def described() -> str:
-    """Returns the picture in words."""
+    """Returns the picture as text."""
     in_order = plan_in_place(fill_in_order(documents_of_first_batch(), GPUS))
     shares = ", ".join(f"{share:.2f}" for share in in_order.work / in_order.work.mean())
     return (

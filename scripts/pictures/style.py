@@ -18,18 +18,18 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 class Style:
     """Colours for light or for dark pages."""
 
-    name: str  # of the page, part of the name of the file
+    name: str  # name of the page, part of the name of the file
     text: str
     muted: str  # labels
     grid: str  # lines between bars
     ours: str  # the subject of the picture
     on_ours: str  # text on its bars
-    long: str  # its decisive part
+    long: str  # the decisive part of the subject
     others: str  # other ways to train
     on_others: str
     best: str  # the ideal
     waiting: str
-    hatch: str  # of waiting
+    hatch: str  # lines across waiting
 
 
 # On light pages, and on dark ones.

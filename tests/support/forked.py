@@ -1,5 +1,8 @@
-"""Programs in processes of their own that have imported neither Transformers nor distca_hf, which register with each
-other. What takes seconds to import is there before."""
+"""Runs programs in forked processes that have imported neither Transformers nor distca_hf.
+
+Each program decides in which order these register with each other. Packages that take seconds to import are imported
+before the fork.
+"""
 
 import subprocess
 import sys

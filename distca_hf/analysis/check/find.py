@@ -178,8 +178,8 @@ def _of_preset(name: str) -> Candidate:
     model_type = TYPES_OF_PRESETS[max((known for known in TYPES_OF_PRESETS if name.startswith(known)), key=len)]
     field, experts, taken = EXPERTS.get(model_type, ("", 0, 1))
     router = size.hidden_size * experts
-    beside = size.layer_parameters // size.layers - attention_parameters(heads, size.hidden_size) - router
-    mlp_size = beside // (MLP_MATRICES * size.hidden_size * taken)
+    mlp_weights = size.layer_parameters // size.layers - attention_parameters(heads, size.hidden_size) - router
+    mlp_size = mlp_weights // (MLP_MATRICES * size.hidden_size * taken)
     of_experts = {field: experts, "num_experts_per_tok": taken, "moe_intermediate_size": mlp_size} if experts else {}
     config = AutoConfig.for_model(
         model_type,

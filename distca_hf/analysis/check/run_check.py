@@ -206,9 +206,9 @@ def _verdict(answer: CheckAnswer) -> RenderableType:
     listed = Table(box=None, pad_edge=False, show_header=False)
     listed.add_column(no_wrap=True)
     listed.add_column(overflow="fold")
-    for words, sentences in (("refused", verdict.reasons), ("limit", verdict.limits), ("note", verdict.notes)):
+    for kind, sentences in (("refused", verdict.reasons), ("limit", verdict.limits), ("note", verdict.notes)):
         for sentence in sentences:
-            listed.add_row(f"{words}:", sentence)
+            listed.add_row(f"{kind}:", sentence)
     if verdict.status != "refused":
         how = "stay whole on a rank" if verdict.whole_documents else "may be cut between ranks (placed)"
         listed.add_row("documents:", how)
@@ -239,24 +239,24 @@ def _memory(answer: CheckAnswer) -> RenderableType:
     """Returns the table of GiB per GPU by part, GiB on the host, the tokens per rank that fit, and what would make the
     job fit."""
     job, setup, of_ways = answer.job, answer.job.setup, answer.memory.values()
-    parts = {part: words for part, words in PARTS.items() if any(getattr(memory, part) for memory in of_ways)}
+    parts = {part: label for part, label in PARTS.items() if any(getattr(memory, part) for memory in of_ways)}
     table = tables.memory_table(answer.memory, parts, job.room, setup.num_ranks)
     table.add_row("largest tokens per rank", *map(_tokens, answer.found.largest_tokens.values()))
     if not setup.liger:
         table.add_row("the same with --liger", *map(_tokens, answer.found.with_liger_tokens.values()))
     document = "" if answer.verdict.whole_documents else ", one document of all of them"
     tiles = tables.in_tiles(setup.mlp_tokens, setup.attention_kv_heads)
-    words = (
+    note = (
         f"Estimated for {counted(setup.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "
         f"all weights trained in fp32 with AdamW, computed in bf16; {tables.CHECKPOINTING[setup.checkpointing]} "
         f"(--checkpointing); {tiles}{'with' if setup.liger else 'without'} Liger's kernels and loss; "
         f"{USABLE_SHARE:.0%} of {job.gpu.gib:g} GiB may be used."
     ).replace("%", " %")
-    words += tables.of_host(answer.memory, setup.state_on_host)
+    note += tables.of_host(answer.memory, setup.state_on_host)
     parameters = 0 if answer.size is None else answer.size.parameters
-    words += tables.accumulation(parameters, setup.num_ranks, setup.micro_steps)
+    note += tables.accumulation(parameters, setup.num_ranks, setup.micro_steps)
     unfit = [f"Does not fit: {answer.found.advice}."] if answer.found.advice else []
-    return tables.block("GiB per GPU, estimated", table, words, *unfit)
+    return tables.block("GiB per GPU, estimated", table, note, *unfit)
 
 
 def _tokens(tokens: int) -> str:
@@ -272,9 +272,9 @@ def _numerics(numerics: Numerics) -> RenderableType:
     table.add_row("gradients", f"{numerics.gradients:.1e}")
     agree = "agree" if numerics.agree else "DIFFER"
     mode = "" if numerics.in_training_mode else " In evaluation mode, because it draws random numbers in training."
-    words = (
+    note = (
         f"{agree}: a tiny version of this model, {numerics.documents} documents of {numerics.tokens} tokens on "
         f"{numerics.num_ranks} ranks, compared with sdpa on each single document, in fp32. Up to "
         f"{LARGEST_DIFFERENCE:.0e} is rounding.{mode}"
     )
-    return tables.block("relative differences", table, words)
+    return tables.block("relative differences", table, note)

@@ -252,26 +252,26 @@ def compare(tiny: TinyModel) -> Numerics:
         Exception: whatever the model raises; a DistCAError if it is refused.
     """
     placed = step_placed(tiny, NUM_RANKS)  # first: here a model is refused
-    alone = _alone(tiny)
-    found = _differences(placed, alone, tiny)
-    if found.agree or not tiny.trains or _alone(tiny, seed=1).difference(alone) <= LARGEST_DIFFERENCE:
+    by_itself = _step_by_itself(tiny)
+    found = _differences(placed, by_itself, tiny)
+    if found.agree or not tiny.trains or _step_by_itself(tiny, seed=1).difference(by_itself) <= LARGEST_DIFFERENCE:
         return found
     tiny = replace(tiny, trains=False)
-    return _differences(step_placed(tiny, NUM_RANKS), _alone(tiny), tiny)
+    return _differences(step_placed(tiny, NUM_RANKS), _step_by_itself(tiny), tiny)
 
 
-def _alone(tiny: TinyModel, seed: int = 0) -> Step:
+def _step_by_itself(tiny: TinyModel, seed: int = 0) -> Step:
     """Returns the step on each document by itself; `seed` seeds the model's random numbers."""
     model = tiny.build_plain()
     torch.manual_seed(seed)
     return step_alone(model)
 
 
-def _differences(placed: Step, alone: Step, tiny: TinyModel) -> Numerics:
+def _differences(placed: Step, by_itself: Step, tiny: TinyModel) -> Numerics:
     return Numerics(
-        logits=placed.logit_difference(alone),
-        loss=placed.loss_difference(alone),
-        gradients=placed.gradient_difference(alone),
+        logits=placed.logit_difference(by_itself),
+        loss=placed.loss_difference(by_itself),
+        gradients=placed.gradient_difference(by_itself),
         num_ranks=NUM_RANKS,
         documents=len(DOCUMENT_TOKENS),
         tokens=sum(DOCUMENT_TOKENS),

@@ -35,7 +35,7 @@ from distca_hf.integrations.models.structure import (
     attention_layers,
     text_decoder,
     towers,
-    weights_beside_text,
+    weights_outside_text,
 )
 from distca_hf.kernels.registry import KERNELS, why_not
 
@@ -114,7 +114,7 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
         of_kind = kind.heads, kind.mask.window_tokens, norms_heads, *tiles
         counted[LayerSize(1, _numbers(modules[name]), mlp_size, *of_kind)] += 1
     in_layers = {weight for name in names for weight in modules[name].parameters()}
-    elsewhere = in_layers | set(weights_beside_text(model).values())
+    elsewhere = in_layers | set(weights_outside_text(model).values())
     head = getattr(model.get_output_embeddings(), "weight", None)
     return DecoderSize(
         hidden_size=hidden_size,
@@ -217,11 +217,11 @@ def _quantised(config: PreTrainedConfig, found: Verdict) -> None:
     dequantised = "dequantize" in inspect.signature(config_class).parameters
     ways = [f"load it with quantization_config={config_class.__name__}(dequantize=True)"] * dequantised
     ways += [f"train adapters (LoRA){why_unknown}"] * adapters
-    words = f"its weights are quantised ({name}), and Trainer does not train quantised weights"
+    reason = f"its weights are quantised ({name}), and Trainer does not train quantised weights"
     if ways:
-        found.limits.append(f"{words}: {', or '.join(ways)}. Memory is estimated for all weights, dequantised")
+        found.limits.append(f"{reason}: {', or '.join(ways)}. Memory is estimated for all weights, dequantised")
     else:
-        found.reasons.append(f"{words}, nor adapters of them; take a checkpoint in bfloat16")
+        found.reasons.append(f"{reason}, nor adapters of them; take a checkpoint in bfloat16")
 
 
 def _outline(candidate: Candidate, found: Verdict) -> PreTrainedModel:
@@ -238,8 +238,8 @@ def _outline(candidate: Candidate, found: Verdict) -> PreTrainedModel:
         raise ConfigError(f"{where}: {_named(error)}{hint}") from error
     if IMPLEMENTATION not in str(refusal):
         raise ConfigError(f"{where}: {_named(refusal)}") from refusal
-    words = " ".join(str(refusal).split())
-    found.reasons.append(f"Transformers does not know attn_implementation={IMPLEMENTATION!r} for it ({words})")
+    message = " ".join(str(refusal).split())
+    found.reasons.append(f"Transformers does not know attn_implementation={IMPLEMENTATION!r} for it ({message})")
     return model
 
 
@@ -265,8 +265,8 @@ def _kernels(model: PreTrainedModel, gpu: Gpu, capacity_tokens: int, found: Verd
         unable = {name: reason for name, reason in reasons.items() if reason is not None}
         choices.append(choice := KernelChoice(need, tuple(layers), able, unable))
         if not able:
-            words = "its layers" if len(needs) == 1 else f"{len(layers)} of its layers"
-            found.reasons.append(f"no kernel for {gpu.name} computes {words} ({choice.why_not})")
+            which = "its layers" if len(needs) == 1 else f"{len(layers)} of its layers"
+            found.reasons.append(f"no kernel for {gpu.name} computes {which} ({choice.why_not})")
     return choices
 
 

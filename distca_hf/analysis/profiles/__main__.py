@@ -110,15 +110,15 @@ def in_words(figures: Mapping[str, Any]) -> str:
         f"a layer without attention, forward and backward: {figures['layer_tokens_per_second']:,.0f} tokens/s",
     ]
     for name, links in (("within a node", figures["within_node"]), ("between nodes", figures["between_nodes"])):
-        words = "not measured"
+        measured = "not measured"
         if links is not None:
             kinds = "exchange", "all_gather", "reduce_scatter"
             exchange, gather, reduce = (f"{links[f'{kind}_bytes_per_second'] / 1e9:.3g}" for kind in kinds)
-            words = (
+            measured = (
                 f"{exchange} GB/s exchanged, {gather} gathered, {reduce} reduced; an exchange takes "
                 f"{links['exchange_latency_seconds'] * 1e6:.0f} us or more"
             )
-        lines.append(f"links {name}: {words}")
+        lines.append(f"links {name}: {measured}")
     return "\n".join(lines)
 
 
@@ -165,8 +165,8 @@ def _measure(options: argparse.Namespace, command: str) -> None:
         if ranks.rank == 0:
             write(result, out)
             figures = main_figures(result, out)
-            words = json.dumps(figures, allow_nan=False) if options.as_json else in_words(figures)
-            sys.stdout.write(printable(f"{words}\n"))
+            text = json.dumps(figures, allow_nan=False) if options.as_json else in_words(figures)
+            sys.stdout.write(printable(f"{text}\n"))
     finally:
         ranks.close()
 

@@ -44,14 +44,14 @@ class Beyond(NamedTuple):
 
 @dataclass
 class Notes:
-    """Collects notes about times that were extrapolated, or measured on other hardware; each once. `words`: notes as
+    """Collects notes about times that were extrapolated, or measured on other hardware; each once. `texts`: notes as
     text, in the order in which they were added."""
 
-    words: dict[str, None] = field(default_factory=dict)
+    texts: dict[str, None] = field(default_factory=dict)
     beyond: dict[str, Beyond] = field(default_factory=dict)
 
-    def add(self, words: str) -> None:
-        self.words[words] = None
+    def add(self, text: str) -> None:
+        self.texts[text] = None
 
     def count(self, name: str, sizes: FloatArray, seconds: FloatArray, lowest: float, highest: float) -> None:
         """Counts seconds of these sizes, and how many of them are outside of the measured sizes."""
@@ -62,13 +62,13 @@ class Notes:
         self._add(name, Beyond(lowest, highest, float(sizes.max()), *of_seconds))
 
     def merge(self, other: "Notes") -> None:
-        self.words.update(other.words)
+        self.texts.update(other.texts)
         for name, beyond in other.beyond.items():
             self._add(name, beyond)
 
     def lines(self) -> list[str]:
         return [
-            *self.words,
+            *self.texts,
             *(
                 f"{name}: up to {of.most:,.0f} needed, {of.lowest:,.0f} to {of.highest:,.0f} measured; "
                 f"{100 * of.share:.1f} % of their seconds are extrapolated at the rate of the nearest size"

@@ -260,9 +260,9 @@ class LayerBench:
         out = torch.empty_like(left)
         return 2 * size**3 / self.clock.seconds(lambda: torch.matmul(left, right, out=out))
 
-    def rates(self, size: int, hidden_size: int, tokens: int, words: int) -> DeviceRates:
-        """Returns rates of everything that is not measured by size. `size`: of matrices and of copies, in rows and
-        columns. `hidden_size`, `tokens`, `words`: of the head."""
+    def rates(self, size: int, hidden_size: int, tokens: int, vocabulary: int) -> DeviceRates:
+        """Returns rates of everything that is not measured by size. `size`: rows and columns of matrices and
+        of copies. `hidden_size`, `tokens`, `vocabulary`: sizes of the head."""
         device = self.clock.device
         source = torch.randn(16 * size * size, device=device).to(self.dtype)
         target = torch.empty_like(source)
@@ -270,20 +270,21 @@ class LayerBench:
         weights = nn.Parameter(torch.randn(size * size, device=device))
         weights.grad = torch.randn_like(weights)
         optimizer = torch.optim.AdamW([weights])
+        head = self._head(hidden_size, tokens, vocabulary)
         return DeviceRates(
             matrix_flops=self.matrix_flops(size),
             copy_bytes=2 * source.nbytes / copy_seconds,
             optimizer_seconds=self.clock.seconds(optimizer.step) / weights.numel(),
-            head_seconds=self.clock.seconds(self._head(hidden_size, tokens, words)) / tokens / (words / 1000),
+            head_seconds=self.clock.seconds(head) / tokens / (vocabulary / 1000),
             head_hidden_size=hidden_size,
         )
 
-    def _head(self, hidden_size: int, tokens: int, words: int) -> Callable[[], object]:
+    def _head(self, hidden_size: int, tokens: int, vocabulary: int) -> Callable[[], object]:
         """Returns a call of the last matrix and the loss, forward and backward, as Transformers computes them."""
         device = self.clock.device
         hidden = torch.randn(tokens, hidden_size, device=device, dtype=self.dtype, requires_grad=True)
-        weights = torch.randn(words, hidden_size, device=device, dtype=self.dtype, requires_grad=True)
-        labels = torch.randint(words, (tokens,), device=device)
+        weights = torch.randn(vocabulary, hidden_size, device=device, dtype=self.dtype, requires_grad=True)
+        labels = torch.randint(vocabulary, (tokens,), device=device)
         return lambda: torch.autograd.grad(cross_entropy(linear(hidden, weights).float(), labels), [hidden, weights])
 
 

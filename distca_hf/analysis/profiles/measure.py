@@ -89,8 +89,8 @@ class Grid:
         layers: each with tokens of a call.
         rates: rows of a square matrix; hidden size, tokens and vocabulary of the head.
         num_bytes: bytes that ranks send each other.
-        beside: task that runs while exchanges are measured.
-        products_beside: number of matrix products that run while collectives are measured.
+        task_meanwhile: task that runs while exchanges are measured.
+        products_meanwhile: number of matrix products that run while collectives are measured.
     """
 
     head_dim: int
@@ -99,8 +99,8 @@ class Grid:
     layers: tuple[tuple[LayerSize, tuple[int, ...]], ...]
     rates: tuple[int, int, int, int]
     num_bytes: tuple[int, ...]
-    beside: TaskSize
-    products_beside: int
+    task_meanwhile: TaskSize
+    products_meanwhile: int
 
     @classmethod
     def of_gpu(cls, heads: tuple[int, int, int], layer: LayerSize) -> "Grid":
@@ -120,8 +120,8 @@ class Grid:
             layers=tuple((size, WIDE_LAYER_TOKENS if size.hidden_size > WIDE else LAYER_TOKENS) for size in layers),
             rates=(8192, 4096, 8192, 32_000),
             num_bytes=(MIB // 16, MIB // 2, 4 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB),
-            beside=TaskSize(32_768, 0, query, key_value),
-            products_beside=8,
+            task_meanwhile=TaskSize(32_768, 0, query, key_value),
+            products_meanwhile=8,
         )
 
     @classmethod
@@ -138,8 +138,8 @@ class Grid:
             layers=((CPU_LAYER, sizes),),
             rates=(128, 64, 32, 1000),
             num_bytes=(4096, 65_536),
-            beside=TaskSize(128, 0, query, key_value),
-            products_beside=1,
+            task_meanwhile=TaskSize(128, 0, query, key_value),
+            products_meanwhile=1,
         )
 
     @property
@@ -163,10 +163,10 @@ class MeasuringProgress:
     def __init__(self, shown: bool, total: int) -> None:
         self._shown, self._total, self._done = shown, total, 0
 
-    def over(self, words: str, items: Sequence[T]) -> Iterator[T]:
+    def over(self, label: str, items: Sequence[T]) -> Iterator[T]:
         """Yields items, and counts how many are done."""
         if self._shown and items:
-            sys.stderr.write(f"measuring {words} ({self._done} of {self._total} done)\n")
+            sys.stderr.write(f"measuring {label} ({self._done} of {self._total} done)\n")
         for item in items:
             yield item
             self._done += 1
@@ -289,7 +289,7 @@ class Measuring:
         ranks, sizes = self.ranks, tuple(map(float, self.grid.num_bytes))
         exchange, all_gather, reduce_scatter, one_way, to_next = (tuple(column) for column in zip(*rows, strict=True))
         # Sending should take about half as long as the kernels that run meanwhile.
-        forward, _, _ = attention.calls(self.grid.beside)
+        forward, _, _ = attention.calls(self.grid.task_meanwhile)
         target = ranks.slowest(forward, FEWEST_CALLS, "measuring kernels") / 2
         num_bytes = _bytes_within(target, sizes, exchange)
         exchanges = ranks.exchange(num_bytes, between)
@@ -298,14 +298,14 @@ class Measuring:
         out = torch.empty_like(matrix)
 
         def products() -> None:
-            for _ in range(self.grid.products_beside):
+            for _ in range(self.grid.products_meanwhile):
                 torch.matmul(matrix, matrix, out=out)
 
         target = ranks.slowest(products, FEWEST_CALLS, "measuring products") / 2
         num_bytes = _bytes_within(target, sizes, all_gather)
         gather = ranks.all_gather(num_bytes, between)
-        alone = ranks.slowest(gather, FEWEST_CALLS, "measuring an all-gather")
-        products_beside = ranks.delay_of(products, OnOwnStream(gather, ranks.device), alone)
+        gather_seconds = ranks.slowest(gather, FEWEST_CALLS, "measuring an all-gather")
+        products_beside = ranks.delay_of(products, OnOwnStream(gather, ranks.device), gather_seconds)
         number = ranks.num_ranks if between else ranks.ranks_per_node
         times = (exchange, all_gather, reduce_scatter, attention_beside, products_beside)
         of_a_node = ranks.ranks_per_node if between or ranks.has_several_nodes else 1

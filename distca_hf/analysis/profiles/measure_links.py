@@ -190,7 +190,7 @@ class MeasuringRanks:
         if every != [rank % self.ranks_per_node for rank in range(self.num_ranks)]:
             self.close()
             firsts = [rank for rank, number in enumerate(every) if number == 0]
-            counts = [behind - first for first, behind in pairwise([*firsts, self.num_ranks])]
+            counts = [following - first for first, following in pairwise([*firsts, self.num_ranks])]
             raise ConfigError(
                 f"{self.num_ranks} ranks, on each node {', '.join(map(str, counts))}: start equally many on each"
             )
@@ -245,8 +245,8 @@ class MeasuringRanks:
         """Prepares what a ring does: every rank sends keys and values of this many bytes to the next one, of its node
         or on the next node, and receives as many from the one before."""
         place, places = self._place(between_nodes)
-        before, behind = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
-        return ring_sends(num_bytes, behind, before, self.device)
+        before, after = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
+        return ring_sends(num_bytes, after, before, self.device)
 
     def one_way(self, num_bytes: int, between_nodes: bool) -> Exchanges:
         """Prepares exchanges in which every second rank sends this many bytes, the same to each of the others, which
@@ -290,18 +290,18 @@ class MeasuringRanks:
         whole = part.new_zeros(part.numel() * ranks)
         return lambda: REDUCE_SCATTER(part, whole, group=group)
 
-    def delay_of(self, beside: Callable[[], object], send: Exchanges | OnOwnStream, seconds_alone: float) -> float:
-        """Returns the seconds by which a second of sending delays what runs meanwhile. `beside`: launches kernels.
-        `send`: starts sending, and waits for it. `seconds_alone`: of sending."""
-        alone = self.slowest(beside, FEWEST_CALLS, "measuring kernels")
+    def delay_of(self, kernels: Callable[[], object], send: Exchanges | OnOwnStream, send_seconds: float) -> float:
+        """Returns the seconds by which a second of sending delays kernels that run meanwhile. `kernels`: launches
+        them. `send`: starts sending, and waits for it. `send_seconds`: seconds of sending without kernels."""
+        kernel_seconds = self.slowest(kernels, FEWEST_CALLS, "measuring kernels")
 
         def both() -> None:
             send.start()
-            beside()
+            kernels()
             send.wait()
 
         together = self.slowest(both, FEWEST_CALLS, "measuring kernels during an exchange")
-        return max(0.0, together - max(alone, seconds_alone)) / min(alone, seconds_alone)
+        return max(0.0, together - max(kernel_seconds, send_seconds)) / min(kernel_seconds, send_seconds)
 
     def _group(self, between_nodes: bool) -> tuple[dist.ProcessGroup | None, int]:
         if between_nodes or not self.has_several_nodes:

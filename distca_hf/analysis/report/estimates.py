@@ -1,4 +1,4 @@
-"""Estimates: figures of a report that nobody measured: predicted seconds of a run, and JSON that other commands print.
+"""Estimates: figures of a report that were not measured: predicted seconds of a run, and JSON of other commands.
 
     tasks of a rank, by kind of layers ── kernel times of the profile ── attention
     tokens of a rank                   ── layer times of the profile  ── everything else
@@ -37,9 +37,9 @@ class Predictor:
     """Predicts the micro-batches of a run.
 
     Args:
-        named: profile for all ranks; None: the one of the setting `kernel_times` if it is in the run's folder and of
-            a rank's GPU, else the shipped one of this GPU.
-        folder: of the run. A trace may name any file; files outside the folder are not opened.
+        named: profile for all ranks; None: the profile in the setting `kernel_times`, if it is in the run's folder
+            and was measured on a rank's GPU; else the shipped one of that GPU.
+        folder: folder of the run. A trace may name any file; files outside the folder are not opened.
 
     Attributes:
         notes: everything that was extrapolated beyond measured sizes, or taken from other heads.
@@ -110,10 +110,10 @@ class Predictor:
             file = Path(path).resolve()
             if file.is_relative_to(self.folder.resolve()) and file.is_file():
                 return ClusterProfile.load(file)
-            words = f"{path} is not a file in the folder of the run; give it with --cluster"
+            reason = f"{path} is not a file in the folder of the run; give it with --cluster"
         except (OSError, ValueError) as error:
-            words = first_line(error)
-        self.unread[f"The file of the setting kernel_times is not a profile to predict from: {words}."] = None
+            reason = first_line(error)
+        self.unread[f"The file of the setting kernel_times is not a profile to predict from: {reason}."] = None
         return None
 
     def _attention(self, profile: ClusterProfile, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:
@@ -224,7 +224,7 @@ def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[st
         memory = [
             MemoryBar(
                 SHARDING_NAMES.get(name, name),
-                [(words, float(parts[field])) for field, words in PART_NAMES.items()],
+                [(label, float(parts[field])) for field, label in PART_NAMES.items()],
                 float(estimates["room_bytes"]),
             )
             for name, parts in estimates["memory_bytes"].items()
@@ -272,7 +272,7 @@ def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
         Table(
             "Work of the busiest rank over the mean, in an epoch",
             ["micro-batches", "in order", "planned"],
-            [[words, epoch["imbalance_before"][name], epoch["imbalance"][name]] for words, name in rows],
+            [[label, epoch["imbalance_before"][name], epoch["imbalance"][name]] for label, name in rows],
         )
     ]
     if content["choices"]:
@@ -381,7 +381,7 @@ def read_given(content: Mapping[str, Any], source: str) -> Report:
         source=source,
         steps=[],
         summary=[str(content["in_short"])],
-        notes=["Nothing is measured: work is that of the plan, seconds and memory are estimates."],
+        notes=["Nothing is measured: work comes from the plan, seconds and memory are estimates."],
         tables=[
             Table(f"{world}: busiest rank over the mean", ["", "as given", way], rows),
             table_of_ways(world, content["ways"], "As distca simulate has it."),

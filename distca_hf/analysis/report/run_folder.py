@@ -304,7 +304,7 @@ def _notes(steps: Sequence[StepFigures], left_out: int, missing: Collection[str]
         in_order = sorted(missing, key=lambda name: (name.split()[0], int(name.split()[1])))
         notes.append(
             f"No traces of {names_in_words(in_order)} ({where}): their files are on another machine, or they stopped "
-            "before they wrote. Work is that of the plan, which all ranks know."
+            "before they wrote. Work comes from the plan, which all ranks know."
         )
     if left_out:
         notes.append(

@@ -208,11 +208,12 @@ def waiting_for_servers(of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Of
     if not longest:
         return ()
 
-    def behind(trace: RankTrace) -> float:  # seconds that a trainer waits while a server computes for longer
+    def waiting_seconds(trace: RankTrace) -> float:
+        """Returns seconds that a trainer waits while a server computes for longer."""
         own, waits = _spent(trace, waits=False), _spent(trace, waits=True)
         return sum(min(us, max(0.0, longest.get(call, 0.0) - own[call])) for call, us in waits.items()) / 1e6
 
-    return [behind(of_ranks[rank]) if rank in of_ranks else None for rank in range(num_ranks)]
+    return [waiting_seconds(of_ranks[rank]) if rank in of_ranks else None for rank in range(num_ranks)]
 
 
 def _spent(trace: RankTrace, waits: bool) -> Mapping[_Call, float]:

@@ -53,8 +53,8 @@ def run_simulate(options: SimulateOptions) -> None:
     with progress.shown():
         documents = progress.read_lengths(options.lengths)
         for request in requests:
-            words = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
-            with progress.counting(words, request.batches) as count:
+            label = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
+            with progress.counting(label, request.batches) as count:
                 result, of_result = simulate(
                     request, profile, documents.tokens, options.token_budget, count, groups=documents.groups
                 )
@@ -65,8 +65,8 @@ def run_simulate(options: SimulateOptions) -> None:
     if documents.groups is not None:
         saved = 100 * max(way.shared_share for result in results for way in result.ways)
         dealt = " Groups are dealt as TRL's GRPO trainer deals them." if saved else ""
-        words = documents.groups.in_words(requests[0].unshared)
-        assumptions.append(f"{words} {saved:.0f} % of the tokens are not computed again.{dealt}")
+        alike = documents.groups.in_words(requests[0].unshared)
+        assumptions.append(f"{alike} {saved:.0f} % of the tokens are not computed again.{dealt}")
     if options.as_json:
         print_json(
             {
@@ -121,25 +121,25 @@ def _assumptions(
         "recomputed": "layers are checkpointed, and attention is recomputed in every way",
         "none": "no activation checkpointing",
     }[request.checkpointing]
-    words = [
+    lines = [
         f"{kept}{'; Liger kernels' if options.liger else ''}",
         f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:,.0f} "
         f"tokens; 90 % of {request.gpu_gib:.0f} GiB may be used (!: does not fit)",
     ]
     if options.gpu_gib is None and known_gib(profile) is None:
-        words.append(
+        lines.append(
             f"the memory of {profile.made.device!r}, which the profile was measured on, is not known: that of an H100 "
             "is assumed; give yours with --gpu-gib"
         )
-    words += [f"limit of the model: {limit}" for limit in request.model.limits]
-    words += [_accumulation(one) for one in requests if one.accumulation > 1][:1]
+    lines += [f"limit of the model: {limit}" for limit in request.model.limits]
+    lines += [_accumulation(one) for one in requests if one.accumulation > 1][:1]
     if request.tensor_ranks > 1:
-        words.append(
+        lines.append(
             f"{request.tensor_ranks} GPUs divide every layer; no computation hides their exchanges of activations"
         )
     if request.pipeline is not None:
         stages, chunks = request.pipeline.num_stages, request.pipeline.chunks
-        words += [
+        lines += [
             f"pipeline: {stages} stages of {request.stage_ranks} data ranks, {chunks} chunk{'s' * (chunks > 1)} each, "
             f"on the same GPUs; a micro-step is {stages} micro-batches of a stage, and all ways pack documents for "
             "these",
@@ -150,7 +150,7 @@ def _assumptions(
             "pipeline: memory is for the stage that needs most, with room for everything that other stages send in a "
             "step, as torch allocates it; this estimate was not compared with measurements",
         ]
-    return words
+    return lines
 
 
 def _accumulation(request: SimulationRequest) -> str:

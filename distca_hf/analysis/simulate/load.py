@@ -63,7 +63,7 @@ class Load:
         bytes_per_layer: most bytes that a rank sends or receives in a full layer's forward pass.
         left_out_pairs: attended pairs of all layers that are lost because documents are cut at borders.
         saves_attention: whether outputs are kept under activation checkpointing.
-        beside_seconds: further seconds of the micro-batch, such as planning in the step.
+        further_seconds: further seconds of the micro-batch, such as planning in the step.
         head_tokens: `[ranks]` tokens that each rank's head computes; None: its layers' tokens.
         state_bytes: as `bytes_per_layer`, of a mixer.
         prefixes: `[documents]` tokens of each document that layers compute for another one; None if there are none.
@@ -74,7 +74,7 @@ class Load:
     bytes_per_layer: float = 0.0
     left_out_pairs: float = 0.0
     saves_attention: bool = False
-    beside_seconds: float = 0.0
+    further_seconds: float = 0.0
     head_tokens: IntArray | None = None
     state_bytes: int = 0
     prefixes: IntArray | None = None
@@ -142,7 +142,7 @@ class Hidden:
         exchanges: their seconds.
         chunks: parts that rows come in. Results of a chunk leave while the next one is attended.
         moves_queries: whether queries move on any rank.
-        beside: seconds by which a second of exchange delays kernels.
+        kernel_delay: seconds by which a second of exchange delays kernels.
         keeps: whether rows of others are kept until backward; otherwise they are sent again for recomputation and for
             backward, there with the outputs of queries that move.
         gathering: remaining seconds of gathering the next layer's weights when rows leave: both share the wires.
@@ -151,7 +151,7 @@ class Hidden:
     exchanges: Exchanges
     chunks: int = 1
     moves_queries: bool = False
-    beside: float = 0.0
+    kernel_delay: float = 0.0
     keeps: bool = True
     gathering: float = 0.0
 
@@ -182,7 +182,7 @@ class Hidden:
     def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
         """Returns the seconds by which exchanges delay kernels that run meanwhile; kernels that wait lose nothing."""
         waits = seconds - kernels
-        return self.beside * np.clip(sent - waits, 0.0, kernels)
+        return self.kernel_delay * np.clip(sent - waits, 0.0, kernels)
 
 
 def waited_for(kernels: Passes, layers: int, exchanges: FloatArray, sent: FloatArray) -> Attention:
@@ -256,7 +256,7 @@ def ours(
         kinds,
         wires.most_bytes,
         saves_attention=saves_attention,
-        beside_seconds=waits,
+        further_seconds=waits,
         state_bytes=state_bytes,
     )
 
@@ -288,7 +288,7 @@ def rows_placed(
         seconds += exchange_seconds(cluster, hidden * results.T).max()
         seconds += exchange_seconds(cluster, hidden * results).max()
         seconds += 2 * costs.copy_seconds(2 * hidden * copied)
-    return replace(load, beside_seconds=load.beside_seconds + float(seconds))
+    return replace(load, further_seconds=load.further_seconds + float(seconds))
 
 
 def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes]:

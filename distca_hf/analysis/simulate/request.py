@@ -44,9 +44,13 @@ class Assumptions:
 
     Attributes:
         checkpointing, liger: see `TrainingSetup`.
-        seed: of the order of documents.
-        mlp_tokens, attention_kv_heads, state_on_host: see `TrainingSetup`; for memory only, times are as without.
+        gpu_gib: memory of a GPU, in GiB.
+        seed: seed of the order of documents.
+        mlp_tokens, attention_kv_heads, state_on_host: see `TrainingSetup`. They change memory, and no time.
         host_gib: see `Room`.
+
+    Raises:
+        ConfigError: a value is out of range; names its option.
     """
 
     checkpointing: Checkpointing = "saved"
@@ -82,7 +86,9 @@ class SimulationRequest(Assumptions):
         tokens_per_rank: most tokens that a GPU holds in a micro-step; with tensor parallelism a data rank.
         context_tokens: longer documents are split.
         accumulation: micro-steps of an optimizer step.
+        ranks_per_node: GPUs of a node.
         tensor_ranks: GPUs that divide every layer between them.
+        batches: optimizer steps to simulate.
         pipeline: stages in which the same GPUs are also simulated, and for which documents are packed; None without a
             pipeline.
         batch_size: rows of a data rank in a micro-step, for batches of the user's sampler. `tokens_per_rank` has no
@@ -260,7 +266,7 @@ class SimulationRequest(Assumptions):
     def num_servers(self) -> int:
         return self.num_ranks // GPUS_PER_SERVER
 
-    def planner_beside(self, servers: int) -> PlacedPlanner:
+    def planner_with_servers(self, servers: int) -> PlacedPlanner:
         """Returns the planner of a training in which the last `servers` data ranks serve attention. The others hold
         their tokens, too."""
         trainers = self.num_ranks - servers

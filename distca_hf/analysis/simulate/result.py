@@ -128,9 +128,9 @@ class Result:
         return None if self.ours is None or self.other is None else self.ours.gain_over(self.other)
 
     def in_short(self) -> str:
-        return " ".join(filter(None, (self._choice(), self.beside_stages())))
+        return " ".join(filter(None, (self._choice(), self.compared_with_stages())))
 
-    def beside_stages(self) -> str:
+    def compared_with_stages(self) -> str:
         """Returns the fastest pipeline next to the fastest other way of distca_hf; empty without a pipeline."""
         if self.num_stages == 1:
             return ""
@@ -170,10 +170,10 @@ class Result:
             )
         if gain < WORTH_IT:
             return f"CAD brings you {gain:.2f} x over {other.label}{cut}: do not bother."
-        beside = "" if other.key == "plain" else f", and {ours.times_as_fast:.2f} x as fast as plain packing"
-        if beside and not self.plain.whole:
-            beside += LEAVES_OUT
-        return f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}{beside}."
+        also = "" if other.key == "plain" else f", and {ours.times_as_fast:.2f} x as fast as plain packing"
+        if also and not self.plain.whole:
+            also += LEAVES_OUT
+        return f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}{also}."
 
     def as_json(self) -> dict[str, Any]:
         ours = self.ours

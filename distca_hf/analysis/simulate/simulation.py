@@ -122,10 +122,10 @@ class Simulation:
     def missing(self) -> list[str]:
         if self.request.batch_size is not None:
             return ["ways that make their own batches, or use some of these GPUs as attention servers"]
-        words = missing_to_compare(self.request)
+        missing = missing_to_compare(self.request)
         if not self._has_servers:
-            words.append(f"attention servers: fewer than {GPUS_PER_SERVER} data ranks, or documents that stay whole")
-        return words
+            missing.append(f"attention servers: fewer than {GPUS_PER_SERVER} data ranks, or documents that stay whole")
+        return missing
 
     @property
     def _has_servers(self) -> bool:
@@ -181,7 +181,7 @@ class Simulation:
         return [ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plan_step(planner, step)]
 
     def _served(self, step: Step) -> list[Load]:
-        planner = self.request.planner_beside(self.request.num_servers)
+        planner = self.request.planner_with_servers(self.request.num_servers)
         # Servers keep no rows until recomputation.
         keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
         gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)

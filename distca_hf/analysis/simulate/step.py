@@ -67,7 +67,7 @@ class Training:
             for num_bytes in (self.root_bytes, self.costs.layer_weight_bytes)
         )
         ends = ends + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
-        return layers + ends + load.beside_seconds
+        return layers + ends + load.further_seconds
 
     def layers_seconds(self, load: Load) -> tuple[float, float]:
         """Returns the seconds of all layers, forward and backward.

@@ -218,13 +218,13 @@ def _total(seconds: Passes) -> Passes:
     return Passes(np.array(seconds.forward.sum()), np.array(seconds.backward.sum()))
 
 
-def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, beside: float) -> FloatArray:
+def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, kernel_delay: float) -> FloatArray:
     """Returns the seconds of all steps after the first. Each waits for keys that arrive during the step before.
-    `beside`: seconds by which a second of exchange delays kernels."""
+    `kernel_delay`: seconds by which a second of exchange delays kernels."""
     if not steps:
         return np.zeros_like(first)
     waits = np.maximum(0.0, sends - first) + (steps - 1) * np.maximum(0.0, sends - step)
-    return steps * step + waits + beside * steps * np.minimum(sends, np.maximum(first, step))
+    return steps * step + waits + kernel_delay * steps * np.minimum(sends, np.maximum(first, step))
 
 
 def group_exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
@@ -305,18 +305,18 @@ def missing_to_compare(request: SimulationRequest) -> list[str]:
     if layers := request.model.mixer_layers:
         names = " and ".join(of.name for of in GROUPED)
         return [f"{names}: {layers} layers carry a state, which these ways do not send"]
-    words, tokens, ranks = [], request.longest_tokens, request.num_ranks
+    reasons, tokens, ranks = [], request.longest_tokens, request.num_ranks
     for of in GROUPED:
         most = of.most_group(request)
         if of.groups(request):
             continue
         if request.least_group > most:
-            words.append(
+            reasons.append(
                 f"{of.name}: a group within a node holds at most {most * request.tokens_per_rank:,} tokens, and the "
                 f"context has {tokens:,}"
             )
         else:
-            words.append(
+            reasons.append(
                 f"{of.name}: no group of 2, 4, 8, ... data ranks that holds {tokens:,} tokens divides all {ranks}"
             )
-    return words
+    return reasons

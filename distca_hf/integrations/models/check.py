@@ -253,7 +253,7 @@ class KernelNeed(NamedTuple):
 
     heads: Heads
     window_tokens: int  # the window; 0 if no document is longer
-    softcap: float  # of the scores; 0 for none
+    softcap: float  # limit of the scores; 0 for none
 
     def operands(self, device_type: str, compute_capability: int | None, weights: torch.dtype) -> Operands:
         """Returns the operands of a call on a device. Assumes that fp32 weights compute in bf16 on a GPU."""

@@ -199,14 +199,14 @@ class DecoderLayerKind:
     """How a decoder layer mixes tokens."""
 
     attends: bool  # whether it looks attention up by name, which lets distca compute it
-    heads: Heads | None = None  # of its attention; None without attention, or if they cannot be read
+    heads: Heads | None = None  # heads of its attention; None without attention, or if they cannot be read
     mask: Mask = CAUSAL_MASK
-    softcap: float = 0.0  # of its scores; 0 for none
+    softcap: float = 0.0  # limit of its scores; 0 for none
     sinks: bool = False  # whether rows of its softmax have one more term
     latent: bool = False
     mixer: str = ""  # class of the part that carries a state from token to token; empty without one
     whole_documents: bool = False  # whether its state cannot travel, and documents must stay whole on a rank
-    refused: str = ""  # its type, or a description, if it mixes tokens in an unsupported way; otherwise empty
+    refused: str = ""  # type or description of the layer if it mixes tokens in an unsupported way; otherwise empty
 
     @property
     def cuts_documents(self) -> bool:
@@ -229,7 +229,7 @@ class DecoderLayerKind:
             parts.append(f"{self.heads.query}/{self.heads.key_value} heads of {width}")
         parts += ["MLA"] * self.latent + ["sinks"] * self.sinks
         parts += [f"softcap {self.softcap:g}"] if self.softcap else []
-        return ", ".join(parts) or "tokens alone"
+        return ", ".join(parts) or "tokens only"
 
 
 def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
@@ -299,10 +299,10 @@ def ranges(numbers: Sequence[int]) -> str:
             found[-1][1] = number
         else:
             found.append([number, number])
-    words = [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
-    if len(words) > MOST_RANGES:
-        words = [*words[: MOST_RANGES - 1], f"... {words[-1]}"]
-    return ", ".join(words)
+    parts = [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
+    if len(parts) > MOST_RANGES:
+        parts = [*parts[: MOST_RANGES - 1], f"... {parts[-1]}"]
+    return ", ".join(parts)
 
 
 def verdict_in_short(model: PreTrainedModel) -> str:

@@ -32,7 +32,7 @@ from distca_hf.integrations.models.structure import (
     text_configs,
     towers,
     transformers_model,
-    weights_beside_text,
+    weights_outside_text,
 )
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
 from distca_hf.runtime.forward_pass import ForwardPass
@@ -168,23 +168,23 @@ class ForwardCheck:
         if parts != self._tower_parts:  # wrapping replaced modules, or weights
             self._tower_parts = parts
             self._towers_are_sharded = are_sharded(self._root, self.towers.values())
-            vars(self).pop("_beside_text", None)
+            vars(self).pop("_outside_text", None)
         if self._towers_are_sharded:
             return True
-        if not trains or not any(weight.requires_grad for weight in self._beside_text):
+        if not trains or not any(weight.requires_grad for weight in self._outside_text):
             return False
         # _hp_mapping: DeepSpeed's mark of a parameter whose gradients ZeRO-1 and 2 reduce.
-        return ddp_awaits_every_gradient() or any(hasattr(weight, "_hp_mapping") for weight in self._beside_text)
+        return ddp_awaits_every_gradient() or any(hasattr(weight, "_hp_mapping") for weight in self._outside_text)
 
     def gradients_before_decoder(self) -> tuple[bool, ...]:
         """Returns whether embeddings and towers need gradients, which then travel to them from rows."""
         parts = self._embedding_holder.get_input_embeddings().modules()
         embeddings = (x for part in parts for x in part._parameters.values() if x is not None)  # in half the time
-        return any(x.requires_grad for x in embeddings), any(x.requires_grad for x in self._beside_text)
+        return any(x.requires_grad for x in embeddings), any(x.requires_grad for x in self._outside_text)
 
     @cached_property
-    def _beside_text(self) -> list[nn.Parameter]:
-        return list(weights_beside_text(transformers_model(self._root)).values()) if self.towers else []
+    def _outside_text(self) -> list[nn.Parameter]:
+        return list(weights_outside_text(transformers_model(self._root)).values()) if self.towers else []
 
     def check_plan(self, plan: LivePlan) -> None:
         """Checks that the model's positions reach the end of the longest document; warns of another plugin. Raises

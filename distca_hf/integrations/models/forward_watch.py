@@ -193,13 +193,13 @@ class ForwardWatch:
                 check_mask_numbers(numbered_rows(batch, self.reader.window_tokens))
                 batch = batch | tokens_in(batch)
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):
-                    batch = batch | self._mixers.alone(batch, trains)
+                    batch = batch | self._mixers.keywords_of_local_pass(batch, trains)
                 return None if batch.keys() == given.keys() and not is_square(given) else (args, batch)
             plan = self._plan_given(module, batch, trains)
             batch = batch | tokens_in(batch) | fill_empty(batch)
         if plan is None:
             self._borders.end()
-            return args, batch | self._mixers.alone(batch, trains)
+            return args, batch | self._mixers.keywords_of_local_pass(batch, trains)
         if not isinstance(plan, LivePlan):
             raise PlanError(f"distca_plan is a {type(plan).__name__}, not a loader's plan; pass batches on unchanged")
         if not is_given:

@@ -130,7 +130,7 @@ class MixerWatch:
         self._named = f"{len(self.mixers)} parts of {type(model).__name__} ({named})"
         self._called = [CalledFunctions(mixer) for mixer in classes.values()] if self.carry else []
         self._apart: list[Apart] = []
-        self._rows: CarriedRows | DocumentRows | None = None  # of the present pass
+        self._rows: CarriedRows | DocumentRows | None = None  # rows of the present pass
 
     def enter(self) -> None:
         """Makes mixers keep documents apart, and logs it."""
@@ -216,7 +216,7 @@ class MixerWatch:
             return False
         return True
 
-    def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
+    def keywords_of_local_pass(self, batch: Batch, trains: bool) -> dict[str, object]:
         """Returns further keywords for a local pass of this rank. Raises UnsupportedAttentionError if ZeRO-3 divides
         the weights of mixers; PackingError if nothing says where documents begin, sources disagree, or the batch asks
         for a cache."""

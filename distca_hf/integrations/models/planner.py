@@ -24,7 +24,7 @@ from distca_hf.integrations.models.decoder_layers import (
     whole_heads_of_layers,
 )
 from distca_hf.integrations.models.mixers import halo_tokens_for, needs_whole_documents
-from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_beside_text
+from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_outside_text
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.planning.plan import ExtraRanks
 from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
@@ -93,11 +93,11 @@ def _matrices(model: nn.Module) -> list[tuple[int, bool]]:
     head = inner.get_output_embeddings()
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {getattr(head, "weight", None)}
-    beside_text = set(weights_beside_text(inner).values())
+    outside_text = set(weights_outside_text(inner).values())
     shares, counted = shares_of_experts(model), []
     for name, parameter in model.named_parameters():
         shape = _shape(parameter)
-        if parameter in tables or parameter in beside_text or len(shape) < 2:
+        if parameter in tables or parameter in outside_text or len(shape) < 2:
             continue
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is quantised")

@@ -58,7 +58,7 @@ class Sharing:
         self._before_layers, self._mixers = dict.fromkeys(before), mixers
         self._configs = model.config.get_text_config(), model.config
         self._refusal = never_shared(config.shared_prefix_tokens, mixers.need_whole)
-        self.following: Sequence[Reading | None] = ()  # of the batches that are known when a step begins
+        self.following: Sequence[Reading | None] = ()  # readings of the batches that are known when a step begins
         self.has_paid = False  # whether an earlier batch of one rank shared enough; then batches are read ahead
         self._least_tokens, self._looks = config.shared_prefix_tokens, 0
         self._passes, self._said = 0, set[str]()

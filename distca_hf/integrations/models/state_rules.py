@@ -49,7 +49,7 @@ class StateRule(ABC):
     # `packed` returns the keywords of packed rows; None if the function does not support them.
     def __init__(self, rows: Tensors, packed: Packed | None) -> None:
         self.rows, self.packed = rows, packed
-        self.dtype = torch.promote_types(rows[0].dtype, torch.float32)  # of summaries and states
+        self.dtype = torch.promote_types(rows[0].dtype, torch.float32)  # dtype of summaries and states
 
     @abstractmethod
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
@@ -169,7 +169,7 @@ class Scan(StateRule):
 
     def __init__(
         self,
-        function: Callable[..., Any],  # of the rows and further keywords, like Transformers'
+        function: Callable[..., Any],  # takes the rows and further keywords, like Transformers'
         rows: Tensors,  # x `[1, T, H, P]`, steps `[1, T, H]`, B and C `[1, T, G, S]`
         packed: Packed | None,
         A: torch.Tensor,  # `[H]`, as D
@@ -223,7 +223,7 @@ class SelectiveScan(StateRule):
 
     def __init__(
         self,
-        function: Callable[..., Any],  # of the rows transposed, `[N, C, T]`, and further keywords, like Transformers'
+        function: Callable[..., Any],  # takes the rows transposed, `[N, C, T]`, and keywords, like Transformers'
         rows: Tensors,  # x, steps `[1, T, C]`, B and C `[1, T, S]`, and gates `[1, T, C]` if there are any
         A: torch.Tensor,  # `[C, S]`; D: `[C]`
         D: torch.Tensor | None,

@@ -90,7 +90,7 @@ def text_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
-def weights_beside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def weights_outside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Returns weights that no text runs through, by name: in towers, and between towers and decoder."""
     text = {weight for module in text_modules(model).values() for weight in module.parameters(recurse=False)}
     return {name: weight for name, weight in model.named_parameters() if weight not in text}

@@ -299,13 +299,13 @@ def in_short(logs: Mapping[str, float]) -> Mapping[str, float | str]:
     if not metrics.keys() >= set(ALWAYS):
         return logs
     unit = "GPU" if "memory_gib" in metrics else "rank"
-    words = [
+    parts = [
         f"imbalance {metrics.get('step_imbalance', metrics['imbalance']):.2f}",
         f"{metrics['tokens_per_second_per_rank']:.0f} tok/s/{unit}",
     ]
     if "utilisation" in metrics:
-        words.append(f"{100 * metrics['utilisation']:.0f}% MFU")
+        parts.append(f"{100 * metrics['utilisation']:.0f}% MFU")
     if "memory_gib" in metrics:
-        words.append(f"{metrics['memory_gib']:.0f} GiB")
+        parts.append(f"{metrics['memory_gib']:.0f} GiB")
     others = {name: value for name, value in logs.items() if name not in {PREFIX + metric for metric in metrics}}
-    return {**others, "distca": ", ".join(words)}
+    return {**others, "distca": ", ".join(parts)}

@@ -49,7 +49,7 @@ from distca_hf.integrations.models.structure import (
     passes_keywords_on,
     takes_shift_labels,
     transformers_model,
-    weights_beside_text,
+    weights_outside_text,
 )
 
 
@@ -161,7 +161,7 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     if _is_stored(trainer.train_dataset) and (media := media_columns(trainer.train_dataset)):
         yield media_refusal(media)
     finds_unused = getattr(trainer.accelerator.ddp_handler, "find_unused_parameters", False)
-    trained = [name for name, weight in weights_beside_text(inner).items() if weight.requires_grad]
+    trained = [name for name, weight in weights_outside_text(inner).items() if weight.requires_grad]
     if trained and trainer.accelerator.distributed_type in DDP and not finds_unused:
         yield (
             f"{trained[0]} and {len(trained) - 1} more weights outside the text model train, and documents of text "

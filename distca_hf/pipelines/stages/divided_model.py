@@ -153,20 +153,30 @@ class Examples(TypedDict):
 class ModelPart(nn.Module):
     """One part of a divided model, for `PipelineStage`, wrapped (DDP, FSDP2) or not.
 
+    Args:
+        model: enabled; modules of other parts pass their input on.
+        layers: the model's layers that are in this part.
+        number: number of the part.
+        pipeline: the pipeline to which the part belongs.
+        rows: tokens of a micro-batch on this rank, including padding; torch needs one shape for all.
+        autocast_dtype: dtype in which layers compute; None: that of their weights.
+        hidden_dtype: dtype of the hidden states that stages send; None: that of the weights.
+
     Attributes:
         chunk: number of the part on its stage.
+        is_first, is_last: whether it has the embeddings, the head.
         checks_schedule: whether the next call checks the schedule that makes it.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,  # enabled; modules of other parts pass their input on
+        model: PreTrainedModel,
         layers: Sequence[nn.Module],
         number: int,
         pipeline: Pipeline,
-        rows: int,  # tokens of a micro-batch on this rank, including padding; torch needs one shape for all
-        autocast_dtype: torch.dtype | None = None,  # in which layers compute; None: the dtype of their weights
-        hidden_dtype: torch.dtype | None = None,  # of hidden states that stages send; None: the dtype of the weights
+        rows: int,
+        autocast_dtype: torch.dtype | None = None,
+        hidden_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.layers, self._autocast_dtype = tuple(layers), autocast_dtype

@@ -32,8 +32,11 @@ ONE_PART = "PipelineScheduleSingle"
 
 
 def parts_of_stage(schedule: type, pipeline: Pipeline, stage: int) -> list[int]:
-    """Returns the numbers of the parts that a stage holds, in the order of its chunks. `schedule` is a class of
-    `torch.distributed.pipelining`."""
+    """Returns the numbers of the parts that a stage holds, in the order of its chunks.
+
+    Args:
+        schedule: a class of `torch.distributed.pipelining`.
+    """
     turned = pipeline.num_stages - 1 - stage if _names(schedule) & V_SHAPED else stage
     return [pipeline.part_of(turned if chunk % 2 else stage, chunk) for chunk in range(pipeline.chunks)]
 
@@ -88,15 +91,19 @@ def _names(schedule: type) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """Micro-batches of an optimizer step, one in each row of every tensor: torch splits them along that dimension."""
+    """Micro-batches of an optimizer step, one in each row of every tensor: torch splits them along that dimension.
 
-    # int64 `[micro-batches, tokens]`.
+    Attributes:
+        input_ids, shift_labels: int64 `[micro-batches, tokens]`.
+        keywords: arguments of every part: `position_ids`, `attention_mask`, int64 `[micro-batches, tokens]`; `plan`,
+            int64 `[micro-batches, 1]` on the host, numbers of plans.
+        plans: the plans themselves, which live as long as this.
+    """
+
     input_ids: torch.Tensor
     shift_labels: torch.Tensor
-    # Arguments of every part: `position_ids`, `attention_mask`, int64 `[micro-batches, tokens]`; `plan`, int64
-    # `[micro-batches, 1]` on the host, numbers of plans.
     keywords: Mapping[str, torch.Tensor]
-    plans: tuple[LivePlan, ...]  # the plans themselves, which live as long as this
+    plans: tuple[LivePlan, ...]
 
     @classmethod
     def of(cls, batches: Sequence[Mapping[str, Any]]) -> Self:
@@ -144,6 +151,9 @@ class StepLoss:
 
     DDP and FSDP average gradients over data ranks. So a rank divides the sum over its labels by its share of all of
     them. Then the mean over data ranks is the mean over all labels.
+
+    Args:
+        part: any of this stage.
     """
 
     def __init__(self, part: ModelPart) -> None:

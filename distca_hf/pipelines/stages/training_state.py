@@ -44,7 +44,7 @@ class TrainingState:
         parts: Sequence[ModelPart],
         optimizer: torch.optim.Optimizer,
         grid: Grid,
-        device: torch.device,  # of the training; a GPU has its own random numbers
+        device: torch.device,  # device that trains; a GPU has its own random numbers
         others: Mapping[str, Stateful],  # objects whose states are saved, too, by name
     ) -> None:
         stages, data_ranks, _ = grid.shape

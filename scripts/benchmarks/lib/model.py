@@ -100,11 +100,11 @@ class AttentionKind:
     """Layers that attend alike."""
 
     mask: Mask
-    heads: int  # of queries
+    heads: int  # query heads
     kv_heads: int
     head_dim: int  # numbers of a query or key in a head
     value_dim: int  # numbers of a value in a head
-    scale: float  # of scores
+    scale: float  # factor of the scores
 
     @property
     def window_tokens(self) -> int:
@@ -127,8 +127,8 @@ class AttentionKind:
 class Shape:
     """The work of a model: of attention and of matrix products."""
 
-    linear_flops: float  # of one token, forward, in all layers
-    # attention layers of each kind, in order of their calls in a forward pass
+    linear_flops: float  # flops of one token in matrix products, forward, in all layers
+    # Attention layers of each kind, in order of their calls in a forward pass.
     layers: Mapping[AttentionKind, Sequence[nn.Module]]
 
     @property

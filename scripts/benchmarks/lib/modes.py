@@ -45,17 +45,17 @@ StepTokens = Sequence[Sequence[IntArray]]  # tokens of the documents of each mic
 
 @dataclass(frozen=True)
 class Place:
-    """Parts that modes are built from: this rank, its wires, and the model that plans are made for."""
+    """What all modes are built with: this rank's wires and device, the kernel, and the model."""
 
-    wires: Wires  # of all modes
+    wires: Wires  # transports and exchanges that all modes share
     device: torch.device
     kernel: KernelName  # its name, as in settings
-    dtype: torch.dtype  # of attention
-    model: LossModel  # that plans are made for
-    shape: Shape  # of its work
-    # of the program's options. It decides for all modes alike (`lib/model.py`), but only the product offloads
+    dtype: torch.dtype  # dtype of attention
+    model: LossModel  # model that runs, and for which plans are made
+    shape: Shape  # work of the model
+    # The program's option. It holds for all modes alike (`lib/model.py`), but only the product offloads.
     checkpointing: str = "none"
-    # ranks, of whose work `ideal` does one part if there is only one process; 0 for as many as there are
+    # Number of ranks among which `ideal` divides the work in a single process; 0 for the ranks that there are.
     share_of: int = 0
     servers: int = 0  # ranks without tokens, over which `ideal` spreads attention, too
     shares: Sequence[int] = ()  # tokens of the ranks in packs, in proportion; none if they are equal
@@ -95,7 +95,7 @@ class Place:
 
 @contextmanager
 def without(owner: type, *names: str) -> Iterator[None]:
-    """Takes methods of a class of the product away meanwhile; they return None instead."""
+    """Replaces methods of a class of the product while the context is open: they only return None."""
     with mock.patch.multiple(owner, **{name: mock.Mock(return_value=None) for name in names}):
         yield
 
@@ -104,15 +104,15 @@ def without(owner: type, *names: str) -> Iterator[None]:
 class Mode:
     """One way to run a step."""
 
-    name: str  # as in `MODES`
+    name: str  # its name in `MODES`
     implementation: str  # name of the attention function
-    batches: Batches  # of a step, one for each micro-step
+    batches: Batches  # batches of a step, one for each micro-step
     watched: bool = False  # the model is called with the product's hooks around it
     exchanges: bool = False  # whether attention sends anything, on several ranks
     exact: bool = True  # outputs are of attention on the documents; false only for `ideal`
-    # made-up keys, or changes to the product, that are there only while this mode runs
+    # Contexts in which this mode runs: made-up keys, or changes to the product.
     meanwhile: Sequence[Callable[[], AbstractContextManager[object]]] = ()
-    planner: MagiWork | None = None  # of a package, which plans before steps
+    planner: MagiWork | None = None  # MagiAttention's planner, which plans before steps
 
     @contextmanager
     def running(self) -> Iterator[None]:

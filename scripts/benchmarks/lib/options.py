@@ -72,7 +72,7 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
     check_packages(parser, options)
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
-    options.reduce_dtype = options.dtype  # in which FSDP sums gradients, as Accelerate's mixed_precision takes it
+    options.reduce_dtype = options.dtype  # FSDP sums gradients in it, as with Accelerate's mixed_precision
     options.modes = chosen_modes(parser, options.modes, known_modes)
     if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
         parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, as far as there are")

@@ -220,9 +220,9 @@ class StepSetup:
     """The ranks, the model and the documents of a pipeline's step."""
 
     mesh: DeviceMesh  # stages x data ranks
-    config: Any  # of the model
-    pipelines: Sequence[Pipeline]  # to run, one for each number of chunks
-    documents: Dataset  # of the step
+    config: Any  # configuration of the model
+    pipelines: Sequence[Pipeline]  # pipelines to run, one for each number of chunks
+    documents: Dataset  # documents of the step
 
     @classmethod
     def open(cls, options: argparse.Namespace, device: torch.device) -> Self:

@@ -32,7 +32,7 @@ REPEATS, CALLS = 3, 4
 class KernelRates:
     """Measured rates of an attention kernel on one document without a window, the fastest of all ranks."""
 
-    kernel: str  # its class
+    kernel: str  # class of the kernel
     head_dim: int
     forward_pairs: float  # attended pairs per second
     backward_pairs: float
@@ -47,8 +47,8 @@ class KernelRates:
 class Rates:
     """Measured rates, the fastest of all ranks."""
 
-    matrix_flops: float  # of a large matrix product, per second
-    kernels: Sequence[KernelRates]  # of each kind of attention layers
+    matrix_flops: float  # flops per second of a large matrix product
+    kernels: Sequence[KernelRates]  # rates for each kind of attention layers
 
     def floor_seconds(self, linear_flops: float, pairs: Sequence[float]) -> float:
         """Returns the least seconds of a rank: its linear flops, and attention once forward and once backward on its

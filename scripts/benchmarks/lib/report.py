@@ -21,12 +21,12 @@ TOKENS_PER_SECOND, MFU = figure("tokens_per_second", 1, 0), figure("utilisation"
 class Load:
     """The load of a step on each rank, all micro-steps together."""
 
-    tokens: int  # of one rank
-    # of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as much backward
+    tokens: int  # tokens of one rank
+    # Flops of one rank, nothing counted twice: linear work and attention forward, and twice as much backward.
     model_flops: float
-    executed_linear_flops: float  # the same of linear work only, and forward once more if it is checkpointed
+    executed_linear_flops: float  # flops of linear work only, with forward once more if it is checkpointed
     pairs: tuple[float, ...]  # attended pairs of one rank on average, in all layers of each kind
-    peak_flops: float | None  # per second, of the device; None if it is not known
+    peak_flops: float | None  # flops per second of the device; None if not known
     tensor_ranks: int = 1  # GPUs that hold the same tokens, and divide the flops of these
 
 
@@ -34,12 +34,12 @@ class Load:
 class Measured:
     """One mode, on this rank, or the slowest or largest rank of each figure."""
 
-    seconds: list[float] = field(default_factory=list)  # `[rounds]`, of the step
-    # `[rounds]` with exchanges replaced by local copies; empty if that was not measured
+    seconds: list[float] = field(default_factory=list)  # `[rounds]` seconds of the step
+    # `[rounds]` seconds with exchanges replaced by local copies; empty if that was not measured.
     silent_seconds: list[float] = field(default_factory=list)
-    exchanged_bytes: int = 0  # sent or received per step by attention, whichever is more
-    peak_bytes: int = 0  # that torch had given out at once; 0 on CPUs
-    loss: float = 0.0  # of the last step
+    exchanged_bytes: int = 0  # bytes that attention sends or receives per step, whichever is more
+    peak_bytes: int = 0  # most bytes that torch had given out at once; 0 on CPUs
+    loss: float = 0.0  # loss of the last step
 
     @property
     def step_seconds(self) -> float:

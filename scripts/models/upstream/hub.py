@@ -92,29 +92,29 @@ def processor(checkpoint: str, **_: Any) -> LlavaProcessor | LlavaNextProcessor:
             LlavaNextImageProcessorPil(**IMAGES, **PARTS_OF_IMAGES),
         ),
     }[checkpoint]
-    words = tokenizer(checkpoint)
-    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    text_tokenizer = tokenizer(checkpoint)
+    text_tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     return kind(
         images,
-        words,
+        text_tokenizer,
         patch_size=14,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=words.chat_template,
+        chat_template=text_tokenizer.chat_template,
     )
 
 
 def config(checkpoint: str, **settings: Any) -> Any:
     """Makes the config of a checkpoint's kind, with the words that its tokenizer knows."""
     if "vision_config" in settings:
-        words = processor(checkpoint).tokenizer
-        text = {"model_type": "llama", "vocab_size": len(words), "pad_token_id": 0, "intermediate_size": 32}
+        text_tokenizer = processor(checkpoint).tokenizer
+        text = {"model_type": "llama", "vocab_size": len(text_tokenizer), "pad_token_id": 0, "intermediate_size": 32}
         vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "intermediate_size": 32}
         return AutoConfig.for_model(
             "llava_next" if "v1.6" in checkpoint else "llava",
             text_config=text | settings["text_config"] | {"dtype": "float32"},
             vision_config=vision | settings["vision_config"],
-            image_token_index=words.convert_tokens_to_ids("<image>"),
+            image_token_index=text_tokenizer.convert_tokens_to_ids("<image>"),
             **PARTS_OF_IMAGES if "v1.6" in checkpoint else {},
         )
     kind = first_fitting(CONFIGS, checkpoint)
@@ -123,11 +123,11 @@ def config(checkpoint: str, **settings: Any) -> Any:
 
 
 def save_model(
-    folder: Path, model: PreTrainedModel, words: Any, generation: Any, prefix: str = "", suffix: str = ""
+    folder: Path, model: PreTrainedModel, text_tokenizer: Any, generation: Any, prefix: str = "", suffix: str = ""
 ) -> None:
     """Writes a model under the name that TRL's `push_to_hub` gives it."""
     target = folder / "-".join(filter(None, (prefix, type(model).__name__, suffix)))
-    for part in (model, words, generation):
+    for part in (model, text_tokenizer, generation):
         if part is not None:
             part.save_pretrained(target)
 

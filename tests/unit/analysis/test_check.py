@@ -25,7 +25,7 @@ from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.flops import find_gpu
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.decoder_layers import MOST_KINDS, grouped, layer_kinds, ranges, verdict_in_short
-from distca_hf.integrations.models.structure import weights_beside_text
+from distca_hf.integrations.models.structure import weights_outside_text
 from support import strange_models
 from support.models import tiny_model
 from support.versions import classes_of_today, states_travel
@@ -67,7 +67,7 @@ LAYERS = {
     "falcon_h1": ["0-31: state (FalconH1Mixer), full, 32/8 heads of 128"],
     "nemotron_h": [
         "0: state (NemotronHMamba2Mixer)",
-        "1, 3: tokens alone",
+        "1, 3: tokens only",
         "2: full, 32/8 heads of 128",
     ],
     "minimax": [
@@ -317,7 +317,7 @@ def test_all_weights_outside_of_layers_are_gathered_together() -> None:
         model = find_candidate(name).outline()
         size = decoder_size(model, layer_kinds(model))
         assert size is not None
-        beside = sum(weight.numel() for weight in weights_beside_text(model).values())
+        beside = sum(weight.numel() for weight in weights_outside_text(model).values())
         in_layers = sum(layer.count * layer.parameters for layer in size.layers)
 
         assert size.embedding_parameters + in_layers + beside == size.parameters

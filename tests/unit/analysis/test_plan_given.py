@@ -229,10 +229,10 @@ def test_borders_take_copies_and_exchanges() -> None:
 
     hidden = 2 * 4096
     expected = exchange(16 * 4096) + 2 * exchange(hidden * 4096) + copies(16) + 2 * copies(hidden)
-    assert returned.beside_seconds == pytest.approx(expected)
-    assert placed.beside_seconds == pytest.approx(exchange(24 * 4096) + copies(24))
+    assert returned.further_seconds == pytest.approx(expected)
+    assert placed.further_seconds == pytest.approx(exchange(24 * 4096) + copies(24))
     assert (returned.of_head.tolist(), placed.of_head.tolist()) == ([8192, 0], [4096, 4096])
-    assert rows_placed(costs, cluster, even, load, even, loss_is_placed=True).beside_seconds == 0.0
+    assert rows_placed(costs, cluster, even, load, even, loss_is_placed=True).further_seconds == 0.0
 
 
 def test_results_of_shared_rows_return_to_all_their_batches() -> None:
@@ -247,7 +247,7 @@ def test_results_of_shared_rows_return_to_all_their_batches() -> None:
     exchange = float(cluster.exchange(WireBytes(sent, received), WireBytes(0 * sent, 0 * sent)).max())
     copies = costs.copy_seconds(2 * 16 * 2 * 4196.0) + 2 * costs.copy_seconds(2 * hidden * (2 * 4196.0 + 4096))
 
-    returned = rows_placed(costs, cluster, home, load, placed, loss_is_placed=False).beside_seconds
+    returned = rows_placed(costs, cluster, home, load, placed, loss_is_placed=False).further_seconds
     assert returned == pytest.approx(2 * exchange + float(copies))
     for rank, of_rank in enumerate(results_between(home, placed).tolist()):
         moves = RowMoves.of(home, placed, rank).shared_home
@@ -295,7 +295,7 @@ def test_plan_and_simulate_agree(lengths: Path, monkeypatch: pytest.MonkeyPatch)
     assert [way["key"] for way in planned["ways"]] == ["plain", "given", "given_loss"]
     assert (simulated["batch_size"], simulated["tokens_per_rank"]) == (3, None)
     printed = CliRunner().invoke(app, ["plan", str(lengths), "--gpus", "4", *options]).output
-    assert f"{planned['step_imbalance']:.2f} where results return" in " ".join(printed.split())
+    assert f"{planned['step_imbalance']:.2f} if results return" in " ".join(printed.split())
     (choice,) = (one["in_short"] for one in simulated_all["simulations"])
     for answered, said in (
         (planned, planned["in_short"]),

@@ -125,7 +125,7 @@ def test_exchanges_that_kernels_hide_cost_their_delay_alone() -> None:
     local, remote = Passes(array(10.0, 12.0), array(30.0, 36.0)), Passes(array(2.0, 0.0), array(6.0, 0.0))
     late, none = Passes(array(0.0, 0.0), array(9.0, 9.0)), array(0.0, 0.0)
     wires = Exchanges(array(1.0, 0.0), none, none, array(1.0, 0.0))
-    of = Hidden(wires, beside=0.5).attention(local, remote, late, 1)
+    of = Hidden(wires, kernel_delay=0.5).attention(local, remote, late, 1)
 
     assert of.forward.tolist() == [12.5, 12.0]
     assert of.backward.tolist() == [36.5, 36.0]
@@ -135,7 +135,7 @@ def test_an_exchange_that_kernels_wait_for_delays_none() -> None:
     """A rank without local calls waits for all rows, and for the end of its results."""
     local, remote = Passes(NOTHING, NOTHING), Passes(array(5.0), array(9.0))
     late, wires = Passes(NOTHING, NOTHING), Exchanges(array(4.0), array(2.0), array(1.0), array(3.0))
-    of = Hidden(wires, moves_queries=True, beside=0.5).attention(local, remote, late, 1)
+    of = Hidden(wires, moves_queries=True, kernel_delay=0.5).attention(local, remote, late, 1)
 
     assert of.forward.tolist() == [4.0 + 5.0 + 2.0]
     assert of.backward.tolist() == [1.0 + 9.0 + 3.0]

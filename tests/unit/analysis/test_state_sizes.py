@@ -112,7 +112,7 @@ def test_plans_and_simulated_steps_and_memory_count_them() -> None:
     counted, without = loads
     assert (counted.state_bytes, without.state_bytes, counted.left_out_pairs) == (of_layer, 0, 0)
     seconds = 10 * 2 * cluster.alike_exchange(of_layer)
-    assert counted.beside_seconds - without.beside_seconds == pytest.approx(seconds)
+    assert counted.further_seconds - without.further_seconds == pytest.approx(seconds)
     assert seconds > 0
 
     request = SimulationRequest(SimulatedModel.of(shape), 2, 300, None)

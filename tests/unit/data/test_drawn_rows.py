@@ -173,7 +173,7 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
     "a mask of four dimensions": ({"attention_mask": np.ones((1, 4, 4))}, "gives 'attention_mask' of float64"),
     "an id beyond the vocabulary": ({"input_ids": [3] * 39 + [1 << 40]}, "input_ids is 1099511627776 at token 39"),
     "a negative id": ({"input_ids": [3, -1] + [3] * 38}, "input_ids is -1 at token 1"),
-    "other columns": ({"token_type_ids": None}, "gives nothing besides tokens, and 'token_type_ids' .*row 0"),
+    "other columns": ({"token_type_ids": None}, "gives nothing in addition to tokens, and 'token_type_ids' .*row 0"),
 }
 
 

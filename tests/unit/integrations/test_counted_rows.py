@@ -189,13 +189,13 @@ def test_no_other_loss_of_transformers_counts_rows() -> None:
     """Terms that classes add to their losses, by their source: of experts, which get a mask, of images or sound, and
     those that are known here."""
     folder = Path(importlib.util.find_spec("transformers").origin).parent / "models"
-    beside_text = {"csm", "granite_docling", "higgs_audio_v2", "moshi", "vibevoice"}
+    outside_text = {"csm", "granite_docling", "higgs_audio_v2", "moshi", "vibevoice"}
     terms, without_mask = set(), set()
     for path in folder.glob("*/modeling_*.py"):
         source = path.read_text()
         if not re.search(r"class \w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", source):
             continue
-        if "is_encoder_decoder" in source or path.parent.name in beside_text:
+        if "is_encoder_decoder" in source or path.parent.name in outside_text:
             continue
         found = re.findall(r"^ +loss (?:\+=|= loss \+) (.*)$", source, re.MULTILINE)
         terms |= {(path.parent.name, term) for term in found if "aux_loss" not in term and "start_loss" not in term}

@@ -25,10 +25,10 @@ function canvas(width, height, label) {
 }
 
 // Lines across a colour, for what must not be told by colour alone.
-function hatched(svg, id, behind, lines) {
+function hatched(svg, id, background, lines) {
   const size = { width: 6, height: 6 };
   svg.append(shape("pattern", { id, ...size, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-    shape("rect", { ...size, fill: behind }),
+    shape("rect", { ...size, fill: background }),
     shape("rect", { width: 1.5, height: 6, fill: lines })));
   return `url(#${id})`;
 }

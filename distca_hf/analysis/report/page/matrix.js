@@ -3,7 +3,7 @@
 function matrixPicture(step) {
   const nodes = step.nodes_sent;
   const one = nodes ? "node" : "rank";
-  // Attention servers are behind the ranks, or behind the nodes.
+  // Attention servers come after the ranks, or after the nodes.
   const rankAt = (at) => (nodes ? step.num_ranks + at - nodes : at);
   const name = (at) => (at < nodes ? `node ${at}` : rankName(step, rankAt(at)));
   const label = (at) => (at < nodes ? `${at}` : rankLabel(step, rankAt(at)));

@@ -28,7 +28,7 @@ function duration(seconds) {
   return seconds >= 1e-3 ? `${(1e3 * seconds).toFixed(1)} ms` : `${Math.round(1e6 * seconds)} µs`;
 }
 
-// A rank's number, or the name of an attention server, which come behind the ranks; and the same in full.
+// A rank's number, or the name of an attention server, which come after the ranks; and the same in full.
 function rankLabel(step, rank) {
   return rank < step.num_ranks ? `${rank}` : `server ${step.servers[rank - step.num_ranks] ?? rank - step.num_ranks}`;
 }

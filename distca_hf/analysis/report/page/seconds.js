@@ -1,4 +1,4 @@
-// Seconds: what a micro-batch took on every rank, beside the prediction.
+// Seconds: what a micro-batch took on every rank, next to the prediction.
 
 function secondsPicture(step) {
   const times = step.seconds;

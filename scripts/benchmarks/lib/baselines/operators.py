@@ -60,7 +60,7 @@ class Keys(Protocol):
 class OwnKeys:
     """Consecutive rows, read and written in place."""
 
-    rows: slice  # of this rank
+    rows: slice  # rows of this rank
     adds: bool = False
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

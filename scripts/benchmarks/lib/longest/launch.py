@@ -31,7 +31,7 @@ class Attempt:
     figures: dict[str, Any] | None  # what it wrote, if it trained
     reason: str  # the first line of its error, if there is one
     host_bytes: int  # memory of the host that was taken while it ran
-    seconds: float  # that it took, with the start of its processes
+    seconds: float  # time that it took, with the start of its processes
 
 
 def is_out_of_memory(error: BaseException) -> bool:

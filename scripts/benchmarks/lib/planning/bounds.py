@@ -62,7 +62,7 @@ class _LightestTokens:
     def __init__(self, lengths: IntArray) -> None:
         lengths = np.sort(lengths)
         self._reach = np.concatenate([[0], np.unique(lengths)])  # positions at which documents end
-        self._documents = len(lengths) - np.searchsorted(lengths, self._reach, side="right")  # that are longer
+        self._documents = len(lengths) - np.searchsorted(lengths, self._reach, side="right")  # how many are longer
         steps = np.diff(self._reach)
         self._tokens = np.concatenate([[0], np.cumsum(steps * self._documents[:-1])])
         self._work = np.concatenate(

@@ -149,6 +149,6 @@ def print_fixed(ranks: list[int], seeds: int) -> None:
         print_row(
             *(mix, num_ranks, f"{before:.2f}", f"{max(plan.imbalance for plan in plans):.4f}"),
             *(gigabytes(statistics.mean(largest)), gigabytes(statistics.mean(int(each.sum()) for each in sent))),
-            # Of the mean over batches of published ÷ ours, and of ours ÷ published.
+            # Ours ÷ published: harmonic mean over batches, then mean.
             *(f"{statistics.harmonic_mean(to_published):.2f}", f"{statistics.mean(to_published):.2f}"),
         )

@@ -61,16 +61,16 @@ class MeasuredRow:
 
     page: str  # page of `docs/benchmarks` that has the command
     gpus: int  # data ranks
-    gpu: str  # their kind
+    gpu: str  # kind of the GPUs
     links: str  # NVLink, or the speed of slower ones, as between nodes
     documents: str  # their lengths, as the programs that measure take them
     ms: Mapping[str, float]  # milliseconds of each way
     model: str = ""  # shape of the layers, as these programs name it; none is four layers of an 8B Llama
-    words: int = 0  # of the head; 0 without a head and without an optimizer
-    reduce_bytes: int = 2  # of a number in sums of gradients
+    words: int = 0  # vocabulary of the head; 0 without a head and without an optimizer
+    reduce_bytes: int = 2  # bytes of a number in sums of gradients
     refetches: bool = False  # whether keys were sent for recomputation and for backward once more
     servers: int = 0  # attention servers in addition to the data ranks
-    # whether long prefixes were called as they are now (`distca_hf/kernels/flash4.py`), forward and backward
+    # Whether long prefixes were called as they are now (`distca_hf/kernels/flash4.py`), forward and backward
     heads_apart: bool = False
 
     @property
@@ -93,18 +93,18 @@ def read_measured(path: Path) -> list[MeasuredRow]:
 class Setting:
     """A benchmark step, as far as its simulation depends on it."""
 
-    model: SimulatedModel  # its layers
+    model: SimulatedModel  # layers of the step
     document_tokens: IntArray  # lengths of all documents of a micro-step
     data_ranks: int  # GPUs, or groups of tensor ranks, that hold other documents; all on one host
-    slow: bool  # all links are as between nodes
-    reduce_bytes: int = 2  # of a number in sums of gradients
+    slow: bool  # whether all links are as between nodes
+    reduce_bytes: int = 2  # bytes of a number in sums of gradients
     has_head: bool = False  # whether the benchmark has head, loss and optimizer
     root_share: float = 0.5  # part of the weights outside of layers that the benchmark has
     tensor_ranks: int = 1  # GPUs that divide every layer
     replicas: int = 1  # groups of data ranks that shard the weights alike (HSDP)
     liger: bool = False  # whether layers are Liger's
     checkpointing: str = "full"  # as programs that measure take it
-    keeps: bool = True  # keys are kept until backward, and not sent once more
+    keeps: bool = True  # whether keys are kept until backward, and not sent once more
     chunks: int = 1  # parts that rows of other ranks come in
     servers: int = 0  # attention servers in addition to the data ranks
 
@@ -115,7 +115,7 @@ class ReplicatedTraining(Training):
 
     replicas: int = 1
     has_head: bool = True  # whether the benchmark has head, loss and optimizer
-    reduce_bytes: int = HALF_BYTES  # of a number in sums of gradients over ranks
+    reduce_bytes: int = HALF_BYTES  # bytes of a number in sums of gradients over ranks
     root_share: float = 1.0  # part of the weights outside of layers that the benchmark has
 
     @property
@@ -204,7 +204,9 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         return rows_placed(costs, cluster, home, load, layout, loss_is_placed=False)
 
     def served() -> Load:
-        planner = SimulationRequest(model, gpus, total // gpus, int(lengths.max())).planner_beside(setting.servers)
+        planner = SimulationRequest(model, gpus, total // gpus, int(lengths.max())).planner_with_servers(
+            setting.servers
+        )
         with_servers = replace(cluster, num_ranks=gpus, ranks_per_node=1 if setting.slow else gpus)
         return load_of(with_servers, planner.plan(lengths), chunks, True)
 
@@ -257,7 +259,7 @@ def model_of(config: Mapping[str, Any]) -> SimulatedModel:
 class Compared:
     """One ratio, measured and simulated."""
 
-    ratio: str  # its name
+    ratio: str  # name of the ratio
     row: MeasuredRow
     measured: float
     simulated: float
