@@ -223,12 +223,12 @@ def ignored_by_ddp(model: nn.Module) -> set[str]:
     }
 
 
-def ranks_of_groups() -> dict[dist.ProcessGroup, Collection[int]]:
-    """Returns the process groups that this process is in, each with its ranks of the job; none if torch does not say.
-    Other threads may open and end groups meanwhile: a new one is missing until torch knows its ranks."""
+def ranks_of_groups() -> dict[dist.ProcessGroup | int, Collection[int]]:
+    """Returns process groups, each with its ranks of the job; none if torch does not say. Groups without this process
+    are under a number. Other threads may open and end groups meanwhile: a new one is missing until torch knows its
+    ranks."""
     world = getattr(dist.distributed_c10d, "_world", None)
-    known = dict(getattr(world, "pg_group_ranks", ()))  # groups without this process are under a number
-    return {group: ranks for group, ranks in known.items() if isinstance(group, dist.ProcessGroup)}
+    return dict(getattr(world, "pg_group_ranks", ()))
 
 
 def collectives_started(group: Any) -> int:

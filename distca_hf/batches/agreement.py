@@ -20,7 +20,7 @@ from distca_hf.batches.batch_documents import Batch, media_of
 from distca_hf.batches.images import check_all_hold, may_move
 from distca_hf.batches.prepare import Prepared
 from distca_hf.batches.read_documents import ReadDocuments, checksum_of
-from distca_hf.comm.agreement import NO_FACTS, Agreement, Facts, Occasion, by_value, labels_of
+from distca_hf.comm.agreement import NO_FACTS, Agreement, Announced, Facts, Occasion, by_value, labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -181,7 +181,7 @@ class GivenAgreement:
             PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
                 another batch although they share the data.
         """
-        with Agreement.announced(self._transport, number, Occasion.PLAN):
+        with Announced(self._transport, number, Occasion.PLAN):
             lengths, names = read.lengths, media_of(batch)
             dtypes = [None, *(getattr(batch[name], "dtype", None) for name in names)] if names else []
             mine = {

@@ -11,7 +11,7 @@ from distca_hf.batches.known_batch import KnownBatch
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import HostPlans, Prepared, Replanner
 from distca_hf.batches.preview import PlacedData, PlacedPlan
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Announced, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import PlanFacts
@@ -70,7 +70,7 @@ class BaseLoader:
             facts: of the data, by name; must be the same on all ranks.
         """
         posting = self._transport if isinstance(self._transport, PostingTransport) else None
-        with Agreement.announced(self._transport, number, Occasion.TAKE):
+        with Announced(self._transport, number, Occasion.TAKE):
             if posting is not None:
                 prepared = self.preparer.planned_for(posting.extra_ranks, prepared)
             facts = {**shared_facts(self._planner.config), **facts, "micro_steps": self._micro_steps}

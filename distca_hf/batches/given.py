@@ -17,7 +17,6 @@ tokens stay, and attention tasks move.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -32,7 +31,7 @@ from distca_hf.batches.images import HEADER, BatchImages
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, PaddedRows, ReadDocuments, Reading
 from distca_hf.batches.step_ahead import HostPlan, StepAhead
-from distca_hf.comm.agreement import NO_FACTS, Agreement, Facts, Occasion
+from distca_hf.comm.agreement import NO_FACTS, Announced, Facts, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
@@ -121,9 +120,9 @@ class GivenPlanner:
 
         return go_back
 
-    def announced(self) -> AbstractContextManager[None]:
+    def announced(self) -> Announced:
         """Returns a context that tells the other ranks if this one cannot prepare the next micro-batch."""
-        return Agreement.announced(self._transport, self._next_number, Occasion.PLAN)
+        return Announced(self._transport, self._next_number, Occasion.PLAN)
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
         """Lets the next pass plan the batches that are known when an optimizer step begins; see `StepAhead.begin`.
@@ -187,7 +186,7 @@ class GivenPlanner:
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
-        with Agreement.announced(self._transport, number, Occasion.PLAN):
+        with Announced(self._transport, number, Occasion.PLAN):
             try:
                 read = self._read_batch(batch)
             except DistCAError as error:
@@ -238,7 +237,7 @@ class GivenPlanner:
             return [shown_as]
 
         if planned is not None:
-            with Agreement.announced(self._transport, number, Occasion.ATTEND):
+            with Announced(self._transport, number, Occasion.ATTEND):
                 check_work()
                 if self._looks_for_unshared:
                     show()

@@ -21,7 +21,7 @@ from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Preparer
 from distca_hf.batches.preview import PlacedData
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Announced, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.collate import checked_contents
@@ -253,7 +253,7 @@ class PlacedLoader(BaseLoader):
         with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 number = self._number(Cursor(begin.epoch, micro_batch))
-                with Agreement.announced(self._transport, number, Occasion.TAKE):
+                with Announced(self._transport, number, Occasion.TAKE):
                     self._source.check_unchanged()
                     facts = self._facts  # reads documents before the first micro-batch
                     prepared = next(ahead)

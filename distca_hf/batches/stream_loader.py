@@ -16,7 +16,7 @@ from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import HostPlans, Prefetcher
 from distca_hf.batches.stream_feed import StreamBatch, StreamFeed, StreamPosition
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Agreement, Announced, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.data.positions import check_checksum, check_identity, whole_number, with_checksum
 from distca_hf.data.rows import Reading
@@ -191,7 +191,7 @@ class StreamLoader(BaseLoader):
             self._ahead.close()
         begin = self._position
         # In the training thread, so that the others name a rank that begins no pass.
-        with Agreement.announced(self._transport, begin.micro_batches, Occasion.BEGIN):
+        with Announced(self._transport, begin.micro_batches, Occasion.BEGIN):
             if not self._logged_division:
                 self._logged_division = True
                 self._source.log_division(begin.buffer.num_readers)
@@ -205,7 +205,7 @@ class StreamLoader(BaseLoader):
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         planner, of_order = self._planner, (self._seed, self._shuffle)
-        with Agreement.announced(self._transport, begin.micro_batches, Occasion.TAKE):
+        with Announced(self._transport, begin.micro_batches, Occasion.TAKE):
             buffer = StreamBuffer(begin.buffer, planner.capacity_tokens, self._buffer_tokens, *of_order, planner.fits)
             of_feed = self._source, begin, buffer, self._reading_transport, self.preparer, self._micro_steps
             feed = StreamFeed(*of_feed)
@@ -220,7 +220,7 @@ class StreamLoader(BaseLoader):
                         "of this loader has begun, and only the latest can go on; make a loader for each"
                     )
                 number = self._position.micro_batches
-                with Agreement.announced(self._transport, number, Occasion.TAKE):
+                with Announced(self._transport, number, Occasion.TAKE):
                     fed = next(ahead, None)
                     facts = {**self._settings, "contents of documents": fed and fed.contents}
                 if fed is None:

@@ -13,8 +13,7 @@ package keeps one order. For debugging, `CheckedTransport` finds code that does 
 import enum
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -149,27 +148,6 @@ class Agreement:
         where = f"micro-batch {micro_batch}, agreement to {occasion.name.lower()}"
         gather = transport.gather(values + [0] * (WIDTH - len(values)), where, scope)
         return cls(micro_batch, scope, facts, numbers, transport, gather)
-
-    @classmethod
-    @contextmanager
-    def announced(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> Iterator[None]:
-        """Tells the other ranks, which go on to this micro-batch, if the block fails here, and why. The block makes no
-        collective calls. Only logs if they cannot be told: the block's error is raised in any case.
-
-        Args:
-            instead_of: the step that the others are about to take.
-        """
-        try:
-            yield
-        except StepTimeoutError:  # of a thread, from a rank that would not hear more
-            raise
-        except Exception as error:
-            try:
-                for gather in cls.announce_unable(transport, micro_batch, instead_of, error):
-                    gather.wait()
-            except DistCAError as lost:
-                log.warning("the other ranks could not be reached: %s", lost, extra=OF_THIS_RANK)
-            raise
 
     @classmethod
     def announce_unable(
@@ -336,3 +314,28 @@ class CheckedTransport:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class Announced:
+    """Tells the other ranks, which go on to a micro-batch, if a block fails here, and why. The block makes no
+    collective calls. Only logs if they cannot be told: the block's error is raised in any case.
+
+    Args:
+        instead_of: the step that the others are about to take.
+    """
+
+    def __init__(self, transport: Transport, micro_batch: int, instead_of: Occasion) -> None:
+        self._instead_of = transport, micro_batch, instead_of
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A step that is over time is that of a thread, from a rank that would not hear more.
+        if not isinstance(error, Exception) or isinstance(error, StepTimeoutError):
+            return
+        try:
+            for gather in Agreement.announce_unable(*self._instead_of, error):
+                gather.wait()
+        except DistCAError as lost:
+            log.warning("the other ranks could not be reached: %s", lost, extra=OF_THIS_RANK)

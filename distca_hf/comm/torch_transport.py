@@ -98,8 +98,9 @@ class TorchTransport:
         self._latest: dict[Scope, dist.Work] = {}
         self._job_group = dist.group.WORLD  # held, not used: see above
         self._gathered = ("", 0)
-        # What identified this process's groups when they were last looked at, and groups of other code among them.
-        self._other_groups: tuple[Sequence[tuple[int, str]], list[dist.ProcessGroup]] = [], []
+        # All groups when they were last looked at, and groups of other code among them. None is made in the memory of
+        # another one while both are held.
+        self._other_groups: tuple[list[dist.ProcessGroup | int], list[dist.ProcessGroup]] = [], []
         self._on_gpu = device.type == "cuda"
         self._seconds_in_vain = 0
         atexit.register(self.at_exit)
@@ -145,10 +146,10 @@ class TorchTransport:
         started. When training on GPUs, gloo's collectives of other code do not count: threads that save checkpoints
         start them in any order."""
         groups, (known, others) = ranks_of_groups(), self._other_groups
-        # A group may lie in the memory of one that has ended.
-        if (found := [(id(one), one.group_name) for one in groups]) != known:
-            ranks = [*self.members(Scope.LAYERS)]
-            others = [one for one, of_one in groups.items() if sorted(of_one) == ranks and one not in self._groups]
+        if (found := [*groups]) != known:  # groups were opened or ended
+            ranks, own = [*self.members(Scope.LAYERS)], self._groups
+            alike = [one for one, of_one in groups.items() if sorted(of_one) == ranks]
+            others = [one for one in alike if isinstance(one, dist.ProcessGroup) and one not in own]
             others = [one for one in others if one.group_desc != IN_THREAD]
             others = [one for one in others if not (self._on_gpu and one.name() == "gloo")]
             self._other_groups = found, others  # at once: the detector's thread calls this, too

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from distca_hf.comm.agreement import Agreement, Occasion, by_value
+from distca_hf.comm.agreement import Agreement, Announced, Occasion, by_value
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.cost import CAUSAL_MASK, Mask
@@ -265,7 +265,7 @@ class ForwardPass:
         # If the first call differs from before, for example under another autocast, later ones are not known either.
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
-        with Agreement.announced(self._transport, self._micro_batch, Occasion.ATTEND):
+        with Announced(self._transport, self._micro_batch, Occasion.ATTEND):
             states = {kind: _checksum([*state.items()]) for kind, state in self._state.items()}
             also = {} if self._also is None else self._also.show()
         of_ranks = self._agree(facts, {name: checksum, WEIGHTS: UNKNOWN, BUFFERS: UNKNOWN, **states, **also})

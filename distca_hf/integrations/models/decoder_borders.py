@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.read_documents import PaddedRows
-from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
+from distca_hf.comm.agreement import REMEDIES, Agreement, Announced, Occasion, by_value
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.models.counted_rows import CountedRows, tempers_queries
@@ -243,7 +243,7 @@ class DecoderBorders:
         if known is not None:
             self._check_known(given, where)
             return known
-        with Agreement.announced(plan.transport, plan.micro_batch, Occasion.MOVE):
+        with Announced(plan.transport, plan.micro_batch, Occasion.MOVE):
             self._check_known(given, where)
         if len(self._columns) >= REMEMBERED_FORMS:
             self._columns.clear()

@@ -22,7 +22,7 @@ from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Read
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.batches.square_masks import is_square, numbered_rows, tokens_in
 from distca_hf.batches.written_batches import WrittenBatches, state_of
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import Announced, Occasion
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
@@ -203,7 +203,7 @@ class ForwardWatch:
         if not isinstance(plan, LivePlan):
             raise PlanError(f"distca_plan is a {type(plan).__name__}, not a loader's plan; pass batches on unchanged")
         if not is_given:
-            with Agreement.announced(plan.transport, plan.micro_batch, Occasion.ATTEND):
+            with Announced(plan.transport, plan.micro_batch, Occasion.ATTEND):
                 self._check.check_model(module)
                 self._prepare(module, plan.config, plan.transport.world_size)
         self._check.check_plan(plan)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from distca_hf.comm.agreement import WIDTH, Agreement, Occasion
+from distca_hf.comm.agreement import WIDTH, Agreement, Announced, Occasion
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.groups import open_transport
 from distca_hf.comm.rollcall import RollCall
@@ -107,7 +107,7 @@ def test_a_signal_reaches_all_stages_with_the_next_micro_batch() -> None:
 def test_a_rank_that_is_unable_shows_it_to_those_of_its_step(occasion: Occasion) -> None:
     def body(transport: LoopbackTransport) -> str:
         if transport.grid.rank == 3:
-            with pytest.raises(ValueError, match="bad"), Agreement.announced(transport, 0, occasion):
+            with pytest.raises(ValueError, match="bad"), Announced(transport, 0, occasion):
                 raise ValueError("this batch is bad\nand long")
             return ""
         try:
@@ -128,7 +128,7 @@ def test_a_cause_that_is_no_text_is_told_in_part() -> None:
 
     def body(transport: LoopbackTransport) -> str:
         if transport.rank == 1:
-            with pytest.raises(ValueError, match="row"), Agreement.announced(transport, 0, Occasion.TAKE):
+            with pytest.raises(ValueError, match="row"), Announced(transport, 0, Occasion.TAKE):
                 raise ValueError("row \ud83d is bad")
             return ""
         with pytest.raises(PeerLostError) as caught:
@@ -148,7 +148,7 @@ def test_all_agreements_are_equally_wide() -> None:
 
     transport = Counting()
     Agreement.start(transport, Occasion.TAKE, 0, {"a": 1, "b": 2, "c": 3}, {"d": 4}).wait()
-    with pytest.raises(ValueError, match="bad"), Agreement.announced(transport, 0, Occasion.TAKE):
+    with pytest.raises(ValueError, match="bad"), Announced(transport, 0, Occasion.TAKE):
         raise ValueError("bad")
     assert widths[:2] == [WIDTH, WIDTH]
 
