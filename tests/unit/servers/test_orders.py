@@ -25,6 +25,7 @@ from distca_hf.servers.orders import (
     encode,
     shares_of,
 )
+from support.commands import HANG_SECONDS
 
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -97,20 +98,20 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
 
 
 def test_orders_come_in_turn_to_the_server_they_are_for(launcher: dist.TCPStore) -> None:
-    outbox = Outbox(open_store(5), ((0, 0), (2, 0)))
+    outbox = Outbox(open_store(HANG_SECONDS), ((0, 0), (2, 0)))
     for number in (4, 5):
         outbox.post(_order(numbers=(number,)))
 
     for server in (0, 2):
-        inbox = Inbox(open_store(5), server, 0)
+        inbox = Inbox(open_store(HANG_SECONDS), server, 0)
         assert [inbox.next().numbers.tolist() for _ in range(2)] == [[4], [5]]
 
 
 def test_an_empty_mailbox_has_no_order(launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "LOOK_SECONDS", 0.0)
-    Outbox(open_store(5), ((1, 0),)).post(_order())
+    Outbox(open_store(HANG_SECONDS), ((1, 0),)).post(_order())
 
-    assert Inbox(open_store(5), 0, 0).next() is None
+    assert Inbox(open_store(HANG_SECONDS), 0, 0).next() is None
 
 
 FORGERIES: dict[str, Callable[[bytes], bytes]] = {
@@ -143,12 +144,12 @@ def _push(queue: dist.Store, message: bytes) -> None:
 
 def test_orders_of_strangers_are_left_out(launcher: dist.TCPStore, caplog: pytest.LogCaptureFixture) -> None:
     """The server goes on with those of its trainer, and warns once."""
-    queue, outbox = dist.PrefixStore("distca_hf/servers/2", launcher), Outbox(open_store(5), ((0, 0),))
+    queue, outbox = dist.PrefixStore("distca_hf/servers/2", launcher), Outbox(open_store(HANG_SECONDS), ((0, 0),))
     signed = _signed(SECRET, "distca_hf/servers/2", "orders/0.0", encode(_order(numbers=(4,)), 0))
     for number, forge in enumerate(FORGERIES.values()):
         _push(queue, forge(signed))
         outbox.post(_order(numbers=(number,)))
-    inbox = Inbox(open_store(5), 0, 0)
+    inbox = Inbox(open_store(HANG_SECONDS), 0, 0)
 
     assert [inbox.next().numbers.tolist() for _ in FORGERIES] == [[number] for number, _ in enumerate(FORGERIES)]
     assert [
@@ -157,8 +158,8 @@ def test_orders_of_strangers_are_left_out(launcher: dist.TCPStore, caplog: pytes
 
 
 def test_an_order_that_is_posted_again_is_left_out(launcher: dist.TCPStore, caplog: pytest.LogCaptureFixture) -> None:
-    outbox, queue = Outbox(open_store(5), ((0, 0),)), dist.PrefixStore("distca_hf/servers/2", launcher)
-    inbox = Inbox(open_store(5), 0, 0)
+    outbox, queue = Outbox(open_store(HANG_SECONDS), ((0, 0),)), dist.PrefixStore("distca_hf/servers/2", launcher)
+    inbox = Inbox(open_store(HANG_SECONDS), 0, 0)
     outbox.post(_order(numbers=(4,)))
     copy = queue.queue_pop("orders/0.0")
     for _ in range(2):
@@ -174,7 +175,7 @@ def test_an_order_that_is_posted_again_is_left_out(launcher: dist.TCPStore, capl
 
 
 def test_values_of_strangers_count_as_not_there(launcher: dist.TCPStore) -> None:
-    store, strangers = open_store(5), dist.PrefixStore("distca_hf/servers/2", launcher)
+    store, strangers = open_store(HANG_SECONDS), dist.PrefixStore("distca_hf/servers/2", launcher)
     for key in ("ended/0", "abandoned/1", "opened", "beat/0"):
         strangers.set(key, "1")
 
@@ -188,30 +189,30 @@ def test_another_secret_is_named_where_a_process_begins(
     launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
-        open_store(5).check_secret()
+        open_store(HANG_SECONDS).check_secret()
     monkeypatch.setenv("DISTCA_JOB_SECRET", "another")
 
     with pytest.raises(ConfigError, match="this process and the first one of the job have different values of DISTCA"):
-        open_store(5).check_secret()
+        open_store(HANG_SECONDS).check_secret()
 
 
 def test_attempts_have_mailboxes_of_their_own(launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "LOOK_SECONDS", 0.0)
-    Outbox(open_store(5), ((0, 0),)).post(_order())
+    Outbox(open_store(HANG_SECONDS), ((0, 0),)).post(_order())
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
 
-    assert Inbox(open_store(5), 0, 0).next() is None
+    assert Inbox(open_store(HANG_SECONDS), 0, 0).next() is None
 
 
 def test_the_end_of_a_trainer_is_noted(launcher: dist.TCPStore) -> None:
-    store = open_store(5)
+    store = open_store(HANG_SECONDS)
     note_end(1)
 
     assert [has_ended(store, trainer) for trainer in (0, 1)] == [False, True]
 
 
 def test_mappings_are_read_as_they_were_written(launcher: dist.TCPStore) -> None:
-    store = open_store(5)
+    store = open_store(HANG_SECONDS)
     store.write("opened", {"version": "1", "numbers": [1, 2], "none": None})
 
     assert store.read("opened", 5) == {"version": "1", "numbers": [1, 2], "none": None}
