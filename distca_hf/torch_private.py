@@ -223,12 +223,14 @@ def ignored_by_ddp(model: nn.Module) -> set[str]:
     }
 
 
-def ranks_of_groups() -> dict[dist.ProcessGroup | int, Collection[int]]:
-    """Returns process groups, each with its ranks of the job; none if torch does not say. Groups without this process
-    are under a number. Other threads may open and end groups meanwhile: a new one is missing until torch knows its
-    ranks."""
+def ranks_of_groups() -> tuple[list[object], dict[dist.ProcessGroup | int, Collection[int]]]:
+    """Returns what identifies the process groups that are open, and each with its ranks of the job; none if torch does
+    not say. Groups without this process are under a number. Other threads may open and end groups meanwhile: a new one
+    is missing until torch knows its ranks."""
     world = getattr(dist.distributed_c10d, "_world", None)
-    return dict(getattr(world, "pg_group_ranks", ()))
+    groups = dict(getattr(world, "pg_group_ranks", ()))
+    names = dict(getattr(world, "pg_names", ()))  # a group may lie in the memory of one that has ended
+    return [*map(id, groups), *names.values()], groups
 
 
 def collectives_started(group: Any) -> int:

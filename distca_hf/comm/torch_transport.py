@@ -98,9 +98,8 @@ class TorchTransport:
         self._latest: dict[Scope, dist.Work] = {}
         self._job_group = dist.group.WORLD  # held, not used: see above
         self._gathered = ("", 0)
-        # All groups when they were last looked at, and groups of other code among them. None is made in the memory of
-        # another one while both are held.
-        self._other_groups: tuple[list[dist.ProcessGroup | int], list[dist.ProcessGroup]] = [], []
+        # What identified this process's groups when they were last looked at, and groups of other code among them.
+        self._other_groups: tuple[list[object], list[dist.ProcessGroup]] = [], []
         self._on_gpu = device.type == "cuda"
         self._seconds_in_vain = 0
         atexit.register(self.at_exit)
@@ -145,8 +144,8 @@ class TorchTransport:
         """Returns how many exchanges of this transport, and collectives of other code among its ranks, this rank has
         started. When training on GPUs, gloo's collectives of other code do not count: threads that save checkpoints
         start them in any order."""
-        groups, (known, others) = ranks_of_groups(), self._other_groups
-        if (found := [*groups]) != known:  # groups were opened or ended
+        (found, groups), (known, others) = ranks_of_groups(), self._other_groups
+        if found != known:  # groups were opened or ended
             ranks, own = [*self.members(Scope.LAYERS)], self._groups
             alike = [one for one, of_one in groups.items() if sorted(of_one) == ranks]
             others = [one for one in alike if isinstance(one, dist.ProcessGroup) and one not in own]
