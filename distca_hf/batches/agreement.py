@@ -164,8 +164,6 @@ class GivenAgreement:
     ) -> ShownNumbers:
         """Shows all ranks this rank's batch, and returns what they showed. A collective call.
 
-        Warns of ranks whose first batch has no label to learn: most likely none of their batches has any.
-
         Args:
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients: embeddings, then towers.
@@ -219,6 +217,25 @@ class GivenAgreement:
             check_all_hold(self._transport, [int(of > 0) for of in dtypes_of_ranks], number)
         if any(dtypes_of_ranks):
             self._check_dtypes(dtypes_of_ranks, number)
+        self._warn(numbers, number)
+        longest, asked = max(numbers["longest document"]), {*numbers["returning"]}
+        of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
+        needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
+        is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
+        of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
+        most_images = max(num_images) if min(num_images) >= 0 and dtype is not None else 0
+        if most_images and len({*numbers["arguments of towers"]}) > 1:
+            compared = Agreement.start(self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS)
+            compared.wait()  # names what differs
+        work = numbers["work of towers"]
+        is_even = all(work) and are_even(np.array(work)) and len({*numbers["form of pixels"]}) == 1
+        borders = max(numbers["borders of images"])
+        even = imbalance(work) if is_even else None
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, dtype, wait, train, borders, even)
+
+    def _warn(self, numbers: Mapping[str, Sequence[int]], number: int) -> None:
+        """Warns of ranks whose first batch has no label to learn: most likely none of their batches has any. Warns
+        once of a batch that keeps its padding."""
         if any(numbers["learns nothing"]):
             log.warning(
                 "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
@@ -235,20 +252,6 @@ class GivenAgreement:
                 number,
                 self._labels(numbers["padded"]),
             )
-        longest, asked = max(numbers["longest document"]), {*numbers["returning"]}
-        of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
-        needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
-        is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
-        of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
-        most_images = max(num_images) if min(num_images) >= 0 and dtype is not None else 0
-        if most_images and len({*numbers["arguments of towers"]}) > 1:
-            compared = Agreement.start(self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS)
-            compared.wait()  # names what differs
-        work = numbers["work of towers"]
-        is_even = all(work) and are_even(np.array(work)) and len({*numbers["form of pixels"]}) == 1
-        borders = max(numbers["borders of images"])
-        even = imbalance(work) if is_even else None
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, dtype, wait, train, borders, even)
 
     def _facts_of(self, step_batches: int, has_gradients: bool) -> Facts:
         """Returns what must be the same on all ranks."""

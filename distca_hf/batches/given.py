@@ -56,6 +56,24 @@ LEARNT = (
 EXTRA_RANKS = "attention servers take part"
 
 
+class _Meanwhile:
+    """Work of this rank while it waits for the others. `check` raises its error, where a gather tells them of it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 class GivenPlanner:
     """Plans one model's given batches, one micro-batch at a time. All ranks plan the same one at the same time.
 
@@ -163,7 +181,8 @@ class GivenPlanner:
         unshared: Callable[[], str] = lambda: "",
         towers: Facts = NO_FACTS,
     ) -> LivePlan | None:
-        """Returns the plan of a batch, on the device of its tokens. A collective call.
+        """Returns the plan of a batch, on the device of its tokens; None if some rank's batch keeps its padding: then
+        every rank attends to its own batch. A collective call.
 
         Args:
             trains: whether the model trains on it; only then is it counted.
@@ -174,9 +193,6 @@ class GivenPlanner:
             unshared: returns why documents of this rank must not share prefixes, empty if they may. Called only if
                 that matters; then perhaps not before the first attention call, when the device is busy.
             towers: arguments of towers, by name.
-
-        Returns:
-            The plan; None if some rank's batch keeps its padding: then every rank attends to its own batch.
 
         Raises:
             PackingError: the batch does not consist of whole documents, or no rank has any; or only some ranks hold
@@ -198,24 +214,12 @@ class GivenPlanner:
                 planned = None
             work = 0 if self._image_planner is None else self._image_planner.total_work(read.images)
         ahead = 0 if planned is None else planned.number
-        failure: Exception | None = None
-
-        def work_meanwhile() -> None:
-            nonlocal failure
-            try:
-                meanwhile()
-            except Exception as error:  # raised when it is known what tells the other ranks
-                failure = error
-
-        def check_work() -> None:
-            if failure is not None:
-                raise failure
-
-        of_pass = images_wait, gradients_of, returning, ahead, step_batches, work_meanwhile, towers, work
+        done = _Meanwhile(meanwhile)
+        of_pass = images_wait, gradients_of, returning, ahead, step_batches, done.run, towers, work
         shown = self._agreement.reach(batch, read, number, *of_pass)
         self.images = None
         if shown.stays_padded:
-            check_work()
+            done.check()
             return None
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.known_lengths
         self._step.unshared, self._step.returning = unshared, shown.returning
@@ -229,7 +233,7 @@ class GivenPlanner:
             planned = None
 
         def show() -> list[ReadDocuments]:
-            check_work()
+            done.check()
             shares, has_one_label = self._least_tokens > 0 and not unshared(), shown.returning is not Returning.STATES
             shown_as = to_share(read, shares, has_one_label, self._least_tokens)
             if self._looks_for_unshared and shown_as is not read:
@@ -238,7 +242,7 @@ class GivenPlanner:
 
         if planned is not None:
             with Announced(self._transport, number, Occasion.ATTEND):
-                check_work()
+                done.check()
                 if self._looks_for_unshared:
                     show()
             prepare = planned.planned.result

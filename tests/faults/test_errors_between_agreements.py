@@ -3,7 +3,7 @@ cause, although its process goes on: nothing else tells them."""
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -57,6 +57,13 @@ def _break(owner: object, name: str) -> None:
         setattr(import_module(owner) if isinstance(owner, str) else owner, name, _fail)
 
 
+def _train(model: torch.nn.Module, batches: Iterable[Any], owner: object, name: str) -> None:
+    _break(owner, name)
+    with _goes_on():
+        for batch in batches:
+            model(**batch).loss.backward()
+
+
 def _read_a_stream(owner: object, name: str) -> None:
     loader = distca_hf.DistCAPlugin(tokens_per_rank=48, **SETTINGS).dataloader(numbered_stream(), device="cpu")
     _break(owner, name)
@@ -67,11 +74,7 @@ def _read_a_stream(owner: object, name: str) -> None:
 def _train_on_placed(owner: object, name: str) -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, **SETTINGS)
     model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
-    loader = plugin.dataloader(random_dataset(), seed=0)
-    _break(owner, name)
-    with _goes_on():
-        for batch in loader:
-            model(**batch).loss.backward()
+    _train(model, plugin.dataloader(random_dataset(), seed=0), owner, name)
 
 
 def _pack(rank: int) -> dict[str, torch.Tensor]:
@@ -87,10 +90,7 @@ def _train_on_packs(owner: object, name: str, passes_before: int = 0) -> None:
     model = distca_hf.enable(model, distca_hf.DistCAPlugin(shared_prefix_tokens=PREFIX, **SETTINGS))
     for _ in range(passes_before):
         model(**_pack(dist.get_rank())).loss.backward()
-        model.zero_grad()
-    _break(owner, name)
-    with _goes_on():
-        model(**_pack(dist.get_rank())).loss.backward()
+    _train(model, [_pack(dist.get_rank())], owner, name)
 
 
 # What runs on all ranks, and whose function fails on one of them.

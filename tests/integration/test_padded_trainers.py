@@ -253,8 +253,14 @@ TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
 # Whose batches have several answers to a prompt.
 WITH_PROMPTS = ("dpo", "reward", "grpo", "rloo", "sft, one prompt")
 OF_TIME = re.compile(r"time|per_second")
+THOROUGH_TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
+    "dpo, lora": partial(_dpo, lora=True),
+    "reward": partial(_reward, gradient_checkpointing=True),
+    "rloo, lora": partial(_rloo, lora=True),
+}
 # With one kind of model.
 MORE_TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
+    **(THOROUGH_TRAINERS if is_thorough() else {}),
     "reward, lora": partial(_reward, lora=True, **IN_PARTS),
     "grpo, lora": partial(_grpo, lora=True, generations=4, **IN_PARTS),
     "rloo": partial(_rloo, generations=4, **IN_PARTS),
