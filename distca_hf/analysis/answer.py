@@ -4,30 +4,34 @@ A choice is another number of tokens per rank.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 
+from distca_hf.analysis.decoder_size import Checkpointing, Sharding
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, StepReport
 from distca_hf.analysis.fit import Room, advice
-from distca_hf.analysis.memory import Checkpointing, Memory, Sharding, shardings
+from distca_hf.analysis.memory import Memory
 from distca_hf.analysis.models import SimulatedModel
-from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, find_profile
-from distca_hf.analysis.request import PlanRequest, fit_lengths
+from distca_hf.analysis.profiles.cluster_profile import find_profile
+from distca_hf.analysis.request import Assumptions, PlanRequest, fit_lengths
 from distca_hf.analysis.simulate.costs import Costs, Tiles
-from distca_hf.analysis.simulate.request import Assumptions, SimulationRequest
+from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.arrays import IntArray, ceil_div
-from distca_hf.errors import ConfigError, PackingError
+from distca_hf.errors import PackingError
 from distca_hf.planning.plan import Plan
 
 
 # Most optimizer steps to simulate, as in `distca simulate`; and most steps x ranks x micro-steps: planning takes a
 # quarter of a millisecond per rank.
 MOST_STEPS, MOST_RANK_STEPS = 20, 2048
-# Fields of assumptions that come first in JSON.
-FIRST_ASSUMPTIONS = ("checkpointing", "liger", "gpu_gib", "seed", "cluster")
+# Assumptions in JSON.
+ASSUMPTIONS = (
+    *("checkpointing", "liger", "gpu_gib", "seed", "cluster"),
+    *("mlp_tokens", "attention_kv_heads", "state_on_host", "host_gib"),
+)
 # Tokens per rank of the other choices: 8K to 256K.
 TOKENS_PER_RANK = tuple(2**power for power in range(13, 19))
 # Most ranks on which other choices are simulated.
@@ -35,33 +39,22 @@ MOST_RANKS_OF_CHOICES = 1024
 
 
 def steps_worth_it(size: int) -> int:
-    """Returns the number of optimizer steps that `distca plan` simulates for `size` ranks times micro-steps."""
+    """Returns the number of optimizer steps to simulate for `size` ranks times micro-steps."""
     return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanAssumptions(Assumptions):
-    """How the model is trained; and `cluster`, the name or file of the profile with the measured times."""
-
-    cluster: str = DEFAULT_PROFILE
-
-    def __post_init__(self) -> None:
-        if not 0 < self.gpu_gib < 10_000:
-            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0 and below 10000")
-        super().__post_init__()
-
-    def simulation(self, request: PlanRequest) -> SimulationRequest:
-        """Returns the request to `distca simulate` for the same training, with as many steps as are worth it."""
-        gpus, stages = request.num_gpus, request.num_gpus // request.num_ranks
-        micro_steps = ceil_div(request.micro_steps, stages)
-        return SimulationRequest(
-            *(SimulatedModel.of(request.model), gpus, request.tokens_per_rank, None, micro_steps),
-            ranks_per_node=request.ranks_per_node,
-            batches=steps_worth_it(gpus * micro_steps),
-            pipeline=request.pipeline,
-            staged_micro_batches=None if request.pipeline is None else request.micro_steps,
-            **{name: value for name, value in vars(self).items() if name != "cluster"},
-        )
+def simulation_of(request: PlanRequest) -> SimulationRequest:
+    """Returns the request to `distca simulate` for the same training, with as many steps as are worth it."""
+    gpus, stages = request.num_gpus, request.num_gpus // request.num_ranks
+    micro_steps = ceil_div(request.micro_steps, stages)
+    return SimulationRequest(
+        *(SimulatedModel.of(request.model), gpus, request.tokens_per_rank, None, micro_steps),
+        ranks_per_node=request.ranks_per_node,
+        batches=steps_worth_it(gpus * micro_steps),
+        pipeline=request.pipeline,
+        staged_micro_batches=None if request.pipeline is None else request.micro_steps,
+        **{field.name: getattr(request, field.name) for field in fields(Assumptions)},
+    )
 
 
 @dataclass(frozen=True)
@@ -72,9 +65,7 @@ class Estimates:
         simulated: the first optimizer steps, in the way of the request, as plain packing, as sorted packs and in the
             stages of its pipeline; on request in all ways.
         ours: the way of the request, over the GPUs of all stages.
-        costs: seconds of the parts of these steps, from measured times.
-        memory: memory of the rank with most tokens, for each way to shard weights.
-        room: memory of a GPU and of its node.
+        memory: of the rank with most tokens, for each way to shard weights.
         advice: what does not fit under FSDP2, and what makes it fit; empty if any way fits, and for a pipeline.
     """
 
@@ -121,7 +112,6 @@ class Estimates:
 def make_estimates(
     request: PlanRequest,
     document_tokens: IntArray,
-    assumptions: PlanAssumptions,
     given: Sequence[IntArray] = (),
     compare: bool = False,
 ) -> Estimates | None:
@@ -130,46 +120,29 @@ def make_estimates(
     epoch's by default."""
     if request.model.size is None:
         return None
-    simulated, profile = (
-        assumptions.simulation(request).for_documents(document_tokens),
-        find_profile(assumptions.cluster),
-    )
+    simulated, profile = simulation_of(request).for_documents(document_tokens), find_profile(request.cluster)
     ours = "placed" if request.layout == "placed" else "tasks_moved"
     keys = ["plain", "sorted_packs", ours]
-    simulation = Simulation.of(simulated, profile)
+    simulation = Simulation(simulated, profile)
     keys += [way.key for way in simulation.ways() if (compare or way.in_stages) and way.key not in keys]
     steps = [given] if given else ()
     result, _ = simulate(simulated, profile, document_tokens, keys=tuple(keys), steps=steps)
     way = result.way(ours)
-    memory = memory_by_sharding(simulated, way.most_tokens, way.received_bytes, way.state_bytes)
-    room, advised = simulated.room, ""
+    load = simulated.rank_load(way.most_tokens, way.received_bytes, state_bytes=way.state_bytes)
+    setup = simulated.setup("fsdp2")
+    memory, room, advised = load.by_sharding(setup, request.model.whole_documents), simulated.room, ""
     if request.pipeline is None and not any(room.fits(each, simulated.gpus) for each in memory.values()):
-        load = simulated.rank_load(way.most_tokens, way.received_bytes, state_bytes=way.state_bytes)
-        advised = advice(load, simulated.setup("fsdp2"), room)
+        advised = advice(load, setup, room)
     return Estimates(result, way, simulation.costs, memory, room, advised)
-
-
-def memory_by_sharding(
-    request: SimulationRequest, tokens: int, received_bytes: int, state_bytes: int = 0
-) -> dict[Sharding, Memory]:
-    """Returns the memory of a rank with this many tokens, for each way to shard weights. `received_bytes`,
-    `state_bytes`: bytes that a rank receives in the forward pass of a layer, and of a mixer."""
-    return {
-        sharding: request.rank_load(tokens, received_bytes, state_bytes=state_bytes).memory(request.setup(sharding))
-        for sharding in shardings(request.accumulation, request.model.whole_documents, request.state_on_host)
-    }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One number of tokens per rank.
+    """One number of tokens per rank, and the longest document that all ranks together hold.
 
     Attributes:
-        tokens_per_rank: tokens that a rank holds in a micro-step.
-        longest_document_tokens: length of the longest document that all ranks together hold.
         too_long_documents: number of documents of the dataset that are longer.
-        memory_bytes: estimated peak of a rank; None if the model's size is not known.
-        fits: whether a GPU and its node have enough memory; None if that is not known.
+        memory_bytes, fits: peak of a rank under FSDP2, and whether a GPU and its node have it; None if not known.
         over_plain: simulated time of plain packing over time as planned. None if the model's size is not known, if
             documents are too long and refused, or too few for a step; and for choices other than the requested one on
             more than `MOST_RANKS_OF_CHOICES` ranks.
@@ -198,14 +171,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class EpochFigures:
-    """Balance of all micro-batches of an epoch.
-
-    Attributes:
-        documents, tokens, longest_document_tokens: numbers of documents and tokens, and length of the longest
-            document.
-        imbalance_before: imbalance of documents in order, in all micro-batches.
-        bytes_max_rank: most bytes that any rank receives in one layer's forward pass.
-    """
+    """Documents of an epoch, and the balance of its micro-batches: with documents in order in all, as planned in some.
+    `bytes_max_rank`: most bytes that any rank receives in one layer's forward pass."""
 
     documents: int
     tokens: int
@@ -232,37 +199,30 @@ class EpochFigures:
 
 @dataclass(frozen=True, eq=False)
 class PlanAnswer:
-    """The results of `distca plan`.
-
-    Attributes:
-        step: the first optimizer step, planned in full.
-        epoch: balance of all micro-batches of the epoch.
-        estimates: None if the model's size is not known.
-        choices: other numbers of tokens per rank; none for documents that were given as a batch, and for a pipeline.
-    """
+    """The results of `distca plan`: the first optimizer step in full, the epoch, estimates if the model's size is
+    known, and other numbers of tokens per rank: none for documents that were given as a batch, and for a pipeline."""
 
     step: StepReport
     epoch: EpochFigures
-    assumptions: PlanAssumptions
     estimates: Estimates | None
     choices: Sequence[Choice]
 
     def as_json(self) -> dict[str, object]:
-        estimates, pipeline = None, self.step.request.pipeline
+        estimates, request = None, self.step.request
         if self.estimates is not None:
+            plans = self.step.plans
             estimates = {
                 **self.estimates.as_json(),
-                "rank_seconds": [
-                    self.estimates.rank_seconds(plan, self.assumptions.checkpointing) for plan in self.step.plans
-                ],
-                "assumptions": {**dict.fromkeys(FIRST_ASSUMPTIONS), **asdict(self.assumptions)},
+                "rank_seconds": [self.estimates.rank_seconds(plan, request.checkpointing) for plan in plans],
+                "assumptions": {name: getattr(request, name) for name in ASSUMPTIONS},
             }
+        pipeline = request.pipeline
         return {
             **self.step.as_json(),
             "whole_epoch": asdict(self.epoch),
             "estimates": estimates,
             "choices": [asdict(choice) for choice in self.choices],
-            "pipeline": None if pipeline is None else {**asdict(pipeline), "gpus": self.step.request.num_gpus},
+            "pipeline": None if pipeline is None else {**asdict(pipeline), "gpus": request.num_gpus},
         }
 
 
@@ -271,19 +231,17 @@ def make_answer(
     plans: EpochPlans,
     packed: PackedEpoch,
     given_tokens: IntArray,
-    assumptions: PlanAssumptions,
     compare: bool = False,
 ) -> PlanAnswer:
     """Collects all results. `given_tokens`: `[documents]` lengths before any were cut."""
     request = step.request
-    given = () if packed.origin is not None else packed.first_step(request.micro_steps)
-    estimates = make_estimates(request, packed.document_tokens, assumptions, given, compare)
+    given = () if packed.seed is not None else packed.first_step(request.micro_steps)
+    estimates = make_estimates(request, packed.document_tokens, given, compare)
     return PlanAnswer(
         step=step,
         epoch=EpochFigures.of(plans, packed.document_tokens),
-        assumptions=assumptions,
         estimates=estimates,
-        choices=_choices(step, plans, given_tokens, assumptions, estimates),
+        choices=_choices(step, plans, given_tokens, estimates),
     )
 
 
@@ -291,13 +249,10 @@ def _choices(
     step: StepReport,
     plans: EpochPlans,
     given_tokens: IntArray,
-    assumptions: PlanAssumptions,
     estimates: Estimates | None,
 ) -> list[Choice]:
-    """Returns all choices, ordered by tokens per rank; none for documents that were given as a batch, and for a
-    pipeline."""
     request = step.request
-    if step.origin is None or request.pipeline is not None:
+    if step.seed is None or request.pipeline is not None:
         return []
 
     def choice(tokens_per_rank: int) -> Choice:
@@ -307,16 +262,17 @@ def _choices(
             of_choice = None
             if request.num_ranks <= MOST_RANKS_OF_CHOICES:
                 try:
-                    of_choice = make_estimates(other, fit_lengths(given_tokens, other), assumptions)
+                    of_choice = make_estimates(other, fit_lengths(given_tokens, other))
                 except PackingError:  # documents do not fit
                     pass
         memory = None if of_choice is None else of_choice.memory["fsdp2"]
         fits = None
         if request.model.size is not None:
-            simulated = assumptions.simulation(other)
+            simulated = simulation_of(other)
             if memory is None:
-                received = int(plans.received_bytes.max()), max(one.state_bytes or 0 for one in step.micro_batches)
-                memory = memory_by_sharding(simulated, tokens_per_rank, *received)["fsdp2"]
+                received, states = plans.received_bytes.max(), max(one.state_bytes or 0 for one in step.micro_batches)
+                load = simulated.rank_load(tokens_per_rank, int(received), state_bytes=states)
+                memory = load.memory(simulated.setup("fsdp2"))
             fits = simulated.room.fits(memory, simulated.gpus)
         return Choice(
             tokens_per_rank=tokens_per_rank,

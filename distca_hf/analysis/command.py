@@ -13,15 +13,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from distca_hf.analysis import tables
-from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswer, PlanAssumptions, make_answer
+from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswer, make_answer, simulation_of
 from distca_hf.analysis.epoch import StepReport, divide_batch, make_report, pack_epoch, plan_epoch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.groups import UNSHARED
 from distca_hf.analysis.memory import USABLE_SHARE
 from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.profiles.cluster_profile import find_profile
-from distca_hf.analysis.request import PlanRequest, pipeline_of
-from distca_hf.analysis.simulate.request import assumed
+from distca_hf.analysis.request import PlanRequest, assumed, pipeline_of
 from distca_hf.analysis.tables import counted, in_gib
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.config import OverlongPolicy
@@ -47,13 +46,17 @@ CHOICES_COLUMNS = 60
 def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
     """Runs `distca plan`. Prints output at the very end: nothing is printed before an error."""
     shape = find_model(options.model)
-    policy = cast(OverlongPolicy, options.overlong)  # the request refuses any other
-    stages = pipeline_of(options.pipeline, options.chunks)
-    world = options.gpus, tokens_per_rank, options.ranks_per_node, options.micro_steps
-    request = PlanRequest(*world, shape, options.layout, policy, options.bytes_limit, stages)
-    assumptions = PlanAssumptions(cluster=options.cluster, **assumed(options, find_profile(options.cluster)))
+    request = PlanRequest(
+        *(options.gpus, tokens_per_rank, options.ranks_per_node, options.micro_steps, shape),
+        layout=options.layout,
+        overlong=cast(OverlongPolicy, options.overlong),  # the request refuses any other
+        bytes_limit=options.bytes_limit,
+        pipeline=pipeline_of(options.pipeline, options.chunks),
+        cluster=options.cluster,
+        **assumed(options, find_profile(options.cluster)),
+    )
     if shape.size is not None:
-        assumptions.simulation(request)  # refuses what cannot be simulated before anything is read
+        simulation_of(request)  # refuses what cannot be simulated before anything is read
     progress = tables.PlanProgress()
     with progress.shown():
         documents = progress.read_lengths(options.lengths)
@@ -69,8 +72,10 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         plans = plan_epoch(
             request, packed.document_tokens, packed.epoch, lambda steps: progress.over("planning an epoch", steps)
         )
-        with progress.stage("other numbers of tokens per rank" if stages is None else "simulating the pipeline"):
-            answer = make_answer(step, plans, packed, documents.tokens, assumptions, options.compare)
+        with progress.stage(
+            "other numbers of tokens per rank" if request.pipeline is None else "simulating the pipeline"
+        ):
+            answer = make_answer(step, plans, packed, documents.tokens, options.compare)
     groups = documents.groups
     if options.as_json:
         tables.print_json(
@@ -108,10 +113,10 @@ def _world(answer: PlanAnswer) -> str:
     steps = f" x {request.micro_steps} micro-steps" if request.micro_steps > 1 else ""
     if request.pipeline is not None:
         steps += f", in each of {request.pipeline.num_stages} stages of a pipeline ({request.num_gpus:,} GPUs)"
-    if step.origin is None:
+    if step.seed is None:
         packed = "exactly these documents"
     else:
-        packed = f"{counted(epoch.micro_batches, 'micro-batch')} in an epoch, seed {step.origin.seed}"
+        packed = f"{counted(epoch.micro_batches, 'micro-batch')} in an epoch, seed {step.seed}"
     return (
         f"{step.source}: {counted(epoch.documents, 'document')}, {counted(epoch.tokens, 'token')}, the longest has "
         f"{epoch.longest_document_tokens:,}. {request.model.name} on {counted(request.num_ranks, 'rank')} x "
@@ -176,10 +181,10 @@ def _figures(report: StepReport) -> RenderableType:
         ("fingerprint", report.fingerprint),
     ):
         table.add_row(name, value)
-    title, origin, steps = "exactly these documents", report.origin, report.request.micro_steps
-    if origin is not None:
-        batches = counted(origin.epoch_micro_batches, "micro-batch")
-        title = f"the first{f' {steps}' if steps > 1 else ''} of {batches} of epoch {origin.epoch}, seed {origin.seed}"
+    title, steps = "exactly these documents", report.request.micro_steps
+    if report.epoch_micro_batches is not None:
+        batches = counted(report.epoch_micro_batches, "micro-batch")
+        title = f"the first{f' {steps}' if steps > 1 else ''} of {batches} of epoch 0, seed {report.seed}"
     return tables.block(title, table)
 
 
@@ -222,7 +227,7 @@ def _bar(characters: float, unicode: bool) -> str:
 
 def _estimates(answer: PlanAnswer, estimates: Estimates) -> list[RenderableType]:
     """Returns the tables of speed, of all ways to train if they were asked for, and of GiB per rank."""
-    request, assumed = answer.step.request, answer.assumptions
+    request = answer.step.request
     without = "" if request.pipeline is None else f" without a pipeline, on {request.num_gpus:,} GPUs"
     table = tables.plain_table("")
     table.add_row("attention's share of a step", f"{estimates.ours.attention_share:.0%}".replace("%", " %"))
@@ -237,16 +242,16 @@ def _estimates(answer: PlanAnswer, estimates: Estimates) -> list[RenderableType]
     blocks = [tables.block(f"speed, simulated{without}", table, note)]
     if len(estimates.simulated.ways) > WAYS_OF_SPEED:
         blocks.append(tables.block("ways to train, simulated", tables.ways_table(estimates.simulated), WAYS_NOTE))
-    tiles = tables.in_tiles(assumed.mlp_tokens, assumed.attention_kv_heads)
+    tiles = tables.in_tiles(request.mlp_tokens, request.attention_kv_heads)
     note = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(request.num_gpus, 'rank')}; bf16; "
-        f"{tables.CHECKPOINTING[assumed.checkpointing]} (--checkpointing); {'with' if assumed.liger else 'without'} "
-        f"Liger's kernels and loss (--liger); {tiles}{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may "
+        f"{tables.CHECKPOINTING[request.checkpointing]} (--checkpointing); {'with' if request.liger else 'without'} "
+        f"Liger's kernels and loss (--liger); {tiles}{USABLE_SHARE:.0%} of {request.gpu_gib:g} GiB may "
         "be used (--gpu-gib)."
     ).replace("%", " %")
-    note += tables.of_host(estimates.memory, assumed.state_on_host)
+    note += tables.of_host(estimates.memory, request.state_on_host)
     memory = estimates.memory["fsdp2"]
-    if not assumed.liger and memory.computed > memory.total / 4:
+    if not request.liger and memory.computed > memory.total / 4:
         note += " Most of it may be logits; with use_liger_kernel=True (--liger) they take no memory."
     size = request.model.size
     if size is not None:

@@ -8,11 +8,12 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from distca_hf.cost import Heads, heads_of_tiles
+from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.planning.folds import MOST_HEADS, Fold, cheaper
 from distca_hf.planning.fragments import Fragments
@@ -31,6 +32,53 @@ NORM_BYTES, LIGER_NORM_BYTES = 8, 4
 MLP_BYTES, LIGER_MLP_BYTES = 6 * HALF_BYTES, 4 * HALF_BYTES
 # Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
 MLP_MATRICES = 3
+# "fsdp2_synced": FSDP2 with `sync_each_batch` of Accelerate's GradientAccumulationPlugin.
+Sharding = Literal["fsdp2", "fsdp2_synced", "zero3"]
+Checkpointing = Literal["saved", "offloaded", "recomputed", "none"]
+GIB = 2**30
+ADAM_BYTES = 8  # of AdamW's state per weight: two fp32 numbers
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """How a model is trained.
+
+    Attributes:
+        num_ranks: ranks that share weights, gradients and the optimizer's state.
+        checkpointing: layers keep their input and attention's output ("saved"), the same on the host ("offloaded"),
+            their input ("recomputed"), or all ("none").
+        liger: Liger's kernels and its fused loss, which holds no logits.
+        optimizer_bytes: bytes of the optimizer's state per weight.
+        kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
+        tensor_ranks: number of these ranks that divide every layer, and hold the same tokens.
+        mlp_tokens, attention_kv_heads: tokens on which MLPs, and KV heads on which attention runs at a time; 0: all.
+        state_on_host: whether weights, gradients and the optimizer's state are on the host; only with FSDP2.
+    """
+
+    num_ranks: int
+    sharding: Sharding = "fsdp2"
+    checkpointing: Checkpointing = "saved"
+    liger: bool = False
+    optimizer_bytes: int = ADAM_BYTES
+    kv_budget_bytes: float = 4 * GIB
+    tensor_ranks: int = 1
+    micro_steps: int = 1
+    mlp_tokens: int = 0
+    attention_kv_heads: int = 0
+    state_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.state_on_host and self.sharding == "zero3":
+            raise ConfigError("memory of ZeRO-3 with weights and optimizer on the host is not estimated; take FSDP2")
+
+    @property
+    def saves_attention(self) -> bool:
+        """Whether attention's outputs wait for backward, on the GPU or on the host."""
+        return self.checkpointing in ("saved", "offloaded")
+
+    def mlp_share(self, rank_tokens: int) -> float:
+        """Returns the share of a rank's tokens on which MLPs run at a time."""
+        return min(1.0, self.mlp_tokens / max(1, rank_tokens)) if self.mlp_tokens else 1.0
 
 
 @dataclass(frozen=True)
@@ -38,15 +86,13 @@ class LayerSize:
     """The sizes of one kind of decoder layers that decide memory.
 
     Attributes:
-        count: layers of this kind.
         parameters: weights of one layer, including all experts.
         mlp_size: width of a gated MLP with as many weights as a token passes outside of attention; of experts only
             those that it is sent to. A mixer counts as a part of it.
         heads: heads of attention; None for a layer without attention.
-        window_tokens: the window; None for full attention.
         norms_heads: whether queries and keys pass norms before attention, as in Qwen3.
-        tiles_mlp: whether the MLP can run on some tokens at a time (`mlp_tokens`). Experts and mixers cannot.
-        tiles_heads: whether attention can run on some heads at a time (`attention_kv_heads`).
+        tiles_mlp, tiles_heads: whether the MLP can run on some tokens, and attention on some heads at a time.
+            Experts and mixers cannot.
     """
 
     count: int
@@ -63,85 +109,73 @@ class LayerSize:
         heads = 0 if self.heads is None else self.heads.key_value
         return heads_of_tiles(heads, tile_heads if self.tiles_heads else 0)
 
-    def heads_share(self, tile_heads: int) -> float:
-        tiles = self.kv_heads_of_tiles(tile_heads)
+    def heads_share(self, setup: TrainingSetup) -> float:
+        """Returns the share of the heads on which attention runs at a time."""
+        tiles = self.kv_heads_of_tiles(setup.attention_kv_heads)
         return max(tiles, default=0) / max(1, sum(tiles)) or 1.0
 
-    def kept_bytes(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> float:
-        """Returns bytes of a token that a checkpointed layer keeps until backward."""
-        return sum(self.kept_tensors(hidden_size, saved, tensor_ranks))
+    # Bytes of a token.
 
-    def kept_tensors(
-        self, hidden_size: int, saved: bool, tensor_ranks: int = 1, tile_heads: int = 0
-    ) -> tuple[float, ...]:
-        """Returns bytes of a token in each tensor that a checkpointed layer keeps until backward: its input, and
-        outputs and log-sum-exps of each tile of attention."""
-        if self.heads is None or not saved:
+    def kept_bytes(self, hidden_size: int, setup: TrainingSetup) -> float:
+        """Returns what a checkpointed layer keeps until backward."""
+        outputs = self.output_bytes / setup.tensor_ranks if setup.saves_attention else 0.0
+        return HALF_BYTES * hidden_size + outputs
+
+    def kept_tensors(self, hidden_size: int, setup: TrainingSetup) -> tuple[float, ...]:
+        """Returns the same for each tensor: the input, and outputs and log-sum-exps of each tile of attention."""
+        if self.heads is None or not setup.saves_attention:
             return (HALF_BYTES * hidden_size,)
         outputs, log_sum_exps = HALF_BYTES * self.heads.query * self.heads.value_dim, SINGLE_BYTES * self.heads.query
-        shares = [tile / self.heads.key_value / tensor_ranks for tile in self.kv_heads_of_tiles(tile_heads)]
+        tiles = self.kv_heads_of_tiles(setup.attention_kv_heads)
+        shares = [tile / self.heads.key_value / setup.tensor_ranks for tile in tiles]
         return HALF_BYTES * hidden_size, *(share * each for share in shares for each in (outputs, log_sum_exps))
 
-    def computed_bytes(
-        self,
-        hidden_size: int,
-        saved: bool,
-        liger: bool,
-        tensor_ranks: int = 1,
-        mlp_share: float = 1.0,
-        heads_share: float = 1.0,
-    ) -> float:
-        """Returns bytes of a token that a checkpointed layer holds while its backward runs. `mlp_share`: share of the
-        tokens on which the MLP runs at a time. `heads_share`: share of the heads on which attention runs at a time."""
-        of_mlp = mlp_share * self.mlp_bytes(liger, tensor_ranks)
-        return max(
-            self.saved_bytes(hidden_size, saved, liger, tensor_ranks, heads_share) + of_mlp,
-            self._attention_bytes(hidden_size, saved, liger, tensor_ranks, heads_share),
-        )
+    def computed_bytes(self, hidden_size: int, setup: TrainingSetup, mlp_share: float = 1.0) -> float:
+        """Returns what a checkpointed layer holds while its backward runs. `mlp_share`: share of the tokens on which
+        the MLP runs at a time."""
+        in_mlp = self.saved_bytes(hidden_size, setup) + mlp_share * self.mlp_bytes(setup)
+        return max(in_mlp, self._attention_bytes(hidden_size, setup))
 
-    def mlp_bytes(self, liger: bool, tensor_ranks: int = 1) -> float:
-        return (LIGER_MLP_BYTES if liger else MLP_BYTES) * self.mlp_size / tensor_ranks
+    def mlp_bytes(self, setup: TrainingSetup) -> float:
+        return (LIGER_MLP_BYTES if setup.liger else MLP_BYTES) * self.mlp_size / setup.tensor_ranks
 
-    def saved_bytes(
-        self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int = 1, heads_share: float = 1.0
-    ) -> float:
-        """Returns bytes of a token in everything else that a recomputed layer saves until the MLP's backward, and in
-        the gradients of the MLP's output and input."""
+    def saved_bytes(self, hidden_size: int, setup: TrainingSetup) -> float:
+        """Returns everything else that a recomputed layer saves until the MLP's backward, and the gradients of the
+        MLP's output and input."""
         # Liger's: two norms' outputs, and the sum between them.
-        norms = HALF_BYTES * 3 * hidden_size if liger else 2 * NORM_BYTES * hidden_size
-        outputs = 0 if saved else self.output_bytes / tensor_ranks
-        inputs = self._qkv_bytes(liger) / tensor_ranks if heads_share == 1 else 0.0  # tiles compute them again
+        norms = HALF_BYTES * 3 * hidden_size if setup.liger else 2 * NORM_BYTES * hidden_size
+        outputs = 0 if setup.saves_attention else self.output_bytes / setup.tensor_ranks
+        # Tiles compute queries, keys and values again.
+        inputs = self._qkv_bytes(setup.liger) / setup.tensor_ranks if self.heads_share(setup) == 1 else 0.0
         return inputs + outputs + norms + HALF_BYTES * 2 * hidden_size
 
     def _qkv_bytes(self, liger: bool) -> float:
-        """Returns bytes of a token in queries, keys and values, and in their norms."""
+        """Returns queries, keys and values, and their norms."""
         total = HALF_BYTES * self._attended_numbers
         if self.norms_heads and self.heads is not None:  # their outputs are not saved
             normed = (self.heads.query + self.heads.key_value) * self.heads.dim
             total += ((LIGER_NORM_BYTES if liger else NORM_BYTES) - HALF_BYTES) * normed
         return total
 
-    def _attention_bytes(
-        self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int, heads_share: float
-    ) -> float:
-        """Returns bytes of a token while attention's backward runs: recomputed outputs, the first norm, gradients of
-        the sum after attention and of attention's output, and what one tile holds."""
+    def _attention_bytes(self, hidden_size: int, setup: TrainingSetup) -> float:
+        """Returns what is held in attention's backward: recomputed outputs, the first norm, gradients of the sum after
+        attention and of attention's output, and one tile."""
         if self.heads is None:
             return 0.0
-        norm = (HALF_BYTES if liger else NORM_BYTES) * hidden_size
-        outputs = HALF_BYTES * self.heads.query * self.heads.value_dim + (0 if saved else self.output_bytes)
-        tile = self.attending_bytes(hidden_size, liger, tensor_ranks, heads_share)
-        return norm + HALF_BYTES * hidden_size + outputs / tensor_ranks + tile
+        norm = (HALF_BYTES if setup.liger else NORM_BYTES) * hidden_size
+        gradients = HALF_BYTES * self.heads.query * self.heads.value_dim
+        outputs = gradients + (0 if setup.saves_attention else self.output_bytes)
+        tile = self.attending_bytes(hidden_size, setup)
+        return norm + HALF_BYTES * hidden_size + outputs / setup.tensor_ranks + tile
 
-    def attending_bytes(self, hidden_size: int, liger: bool, tensor_ranks: int, heads_share: float) -> float:
-        """Returns bytes of a token in queries, keys and values of one tile, and in their gradients, which kernels sum
-        in fp32. If there are several, also in a copy of its output gradient, or in an input gradient, and in the fp32
-        sum of these."""
+    def attending_bytes(self, hidden_size: int, setup: TrainingSetup) -> float:
+        """Returns queries, keys and values of one tile, and their gradients, which kernels sum in fp32. If there are
+        several, also a copy of its output gradient, or an input gradient, and the fp32 sum of these."""
         if self.heads is None:
             return 0.0
-        computed = self._qkv_bytes(liger) + (HALF_BYTES + SINGLE_BYTES) * self._attended_numbers
-        if heads_share == 1:
-            return computed / tensor_ranks
+        computed = self._qkv_bytes(setup.liger) + (HALF_BYTES + SINGLE_BYTES) * self._attended_numbers
+        if (heads_share := self.heads_share(setup)) == 1:
+            return computed / setup.tensor_ranks
         attends = heads_share * (computed + HALF_BYTES * self.heads.query * self.heads.value_dim)
         projects = heads_share * HALF_BYTES * self._attended_numbers + HALF_BYTES * hidden_size
         return SINGLE_BYTES * hidden_size + max(attends, projects)
@@ -183,14 +217,8 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class DecoderSize:
-    """Numbers of weights of a model.
-
-    Attributes:
-        hidden_size: numbers of a token's vector between layers.
-        vocabulary: size of the vocabulary; 0 for a model without a head.
-        embedding_parameters: weights outside the layers, which FSDP2 gathers for the whole step: of the embedding, and
-            of the head if it has its own weights.
-    """
+    """Numbers of weights of a model. `vocabulary`: 0 for a model without a head. `embedding_parameters`: weights
+    outside the layers, which FSDP2 gathers for the whole step: of the embedding, and of the head if it has its own."""
 
     hidden_size: int
     vocabulary: int
@@ -228,7 +256,6 @@ class StateSize:
     """What every mixer of a model exchanges for cut documents in a forward pass.
 
     Attributes:
-        mixers: number of mixers.
         heads: of a state, which ranks of a document may divide.
         head_bytes: of a head's summary (M, B) of a fragment; 0 for a convolution, which has no other state.
         halo_tokens, halo_bytes: tokens before a fragment that convolutions read, and bytes of each.

@@ -11,7 +11,7 @@ the epoch: for all if they are few, otherwise for as many as take about a second
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -35,23 +35,14 @@ MOST_PLANNED_RANKS = 1024
 Track = Callable[[Sequence[int]], Iterable[int]]  # yields the given items, and shows progress
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The epoch whose first optimizer step is planned. Its number and the seed decide the order of documents."""
-
-    seed: int
-    epoch: int
-    epoch_micro_batches: int
-
-
 @dataclass(frozen=True, eq=False)
 class PackedEpoch:
-    """Micro-batches of an epoch. `document_tokens`: `[documents]` lengths, after overlong documents were cut.
-    `origin`: seed and number of the epoch; None if the documents were given as a batch."""
+    """Micro-batches of an epoch. `document_tokens`: `[documents]` lengths, after overlong documents were cut. `seed`:
+    of their order, in the first epoch; None if the documents were given as a batch."""
 
     document_tokens: IntArray
     epoch: Epoch
-    origin: Origin | None
+    seed: int | None
 
     @classmethod
     def of_batches(cls, micro_batches: Sequence[IntArray]) -> "PackedEpoch":
@@ -74,7 +65,7 @@ def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> Pa
             f"{packer.num_micro_batches} of {request.micro_steps} micro-steps of {request.capacity_tokens} tokens; "
             "choose fewer micro-steps"
         )
-    return PackedEpoch(document_tokens, packer.epoch(0), Origin(seed, 0, packer.num_micro_batches))
+    return PackedEpoch(document_tokens, packer.epoch(0), seed)
 
 
 def divide_batch(document_tokens: IntArray, request: PlanRequest) -> PackedEpoch:
@@ -105,9 +96,9 @@ class EpochPlans:
 
     Attributes:
         tokens: `[micro_batches]` tokens of all ranks together.
-        work_before: `[micro_batches, ranks]` attended pairs, if documents fill the ranks in order.
+        work_before, work: `[micro_batches, ranks]` attended pairs, if documents fill the ranks in order, and
+            `[planned, ranks]` as planned.
         planned: `[planned]` numbers of the micro-batches that were planned.
-        work: `[planned, ranks]` attended pairs, as planned.
         received_bytes: `[planned]` most bytes that one rank receives in one layer's forward pass.
     """
 
@@ -137,10 +128,7 @@ def _ratios(largest: np.ndarray, mean: np.ndarray) -> np.ndarray:
 def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> tuple[IntArray, IntArray]:
     """Counts tokens of every micro-batch, and attended pairs of its ranks if documents fill these in order.
 
-    It is `placement.place.fill_in_order`, for all micro-batches at once.
-
-    Args:
-        document_tokens: `[documents]` lengths of the whole dataset.
+    It is `placement.place.fill_in_order`, for all micro-batches at once. `document_tokens`: of the whole dataset.
     """
     # 1. All documents of the epoch in one line: the end of each, and the pairs up to there.
     lengths = document_tokens[epoch.documents]
@@ -159,9 +147,8 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> tu
 
 
 def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, track: Track = iter) -> EpochPlans:
-    """Plans optimizer steps that are spread evenly over the epoch. `request`: ranks, model and layout; its limit of
-    bytes is ignored. `document_tokens`: `[documents]` lengths of the whole dataset. `epoch`: its micro-batches, at
-    least as many as an optimizer step has."""
+    """Plans optimizer steps that are spread evenly over the epoch, without a limit of bytes. `document_tokens`: of the
+    whole dataset. `epoch`: has at least as many micro-batches as an optimizer step."""
     # 1. Steps that are planned.
     request, micro_steps = replace(request, bytes_limit=None), request.micro_steps
     steps = epoch.num_micro_batches // micro_steps
@@ -189,13 +176,11 @@ class Figures:
 
     Attributes:
         tokens_min, tokens_max: tokens of the emptiest and the fullest rank in any micro-step.
-        imbalance: max/mean work, 1.0 is perfect. For several micro-steps it is the sum of the heaviest ranks over the
-            sum of the means.
+        imbalance: max/mean work; of several micro-steps the sum of the heaviest ranks over the sum of the means.
         bytes_total: bytes between ranks in the forward pass of one layer.
-        bytes_max_rank: the most of these bytes that one rank sends or receives; summed over micro-steps.
-        bytes_internode_max: the same for bytes between nodes.
-        state_bytes_max_rank: the most bytes that one rank sends or receives in the forward pass of one mixer; summed
-            over micro-steps. None if sizes of states are not known.
+        bytes_max_rank, bytes_internode_max: the most that one rank sends or receives of all bytes, and between nodes;
+            summed over micro-steps.
+        state_bytes_max_rank: the same in the forward pass of one mixer; None if sizes of states are not known.
     """
 
     tokens_min: int
@@ -235,19 +220,18 @@ class StepReport:
     """A planned optimizer step.
 
     Attributes:
-        origin: epoch of the step; None if the documents were given as a batch.
-        cut_documents: number of documents with more than one task.
-        shards: tasks of these documents together.
-        imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
+        seed, epoch_micro_batches: of the first epoch; None if the documents were given as a batch.
+        cut_documents, shards: documents with more than one task, and tasks of these together.
+        imbalance_before: of documents in order, if every rank computes its own tokens.
         fingerprint: equal for equal plans.
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
             model.
-        micro_batches: the ranks in every micro-step.
     """
 
     request: PlanRequest
     source: str
-    origin: Origin | None
+    seed: int | None
+    epoch_micro_batches: int | None
     documents: int
     tokens: int
     longest_document_tokens: int
@@ -272,8 +256,8 @@ class StepReport:
             "limits": list(model.limits),
             "layout": request.layout,
             "source": self.source,
-            **{field.name: getattr(self.origin, field.name, None) for field in fields(Origin)},
-            "ranks": request.num_ranks,
+            **{"seed": self.seed, "epoch": None if self.seed is None else 0},
+            **{"epoch_micro_batches": self.epoch_micro_batches, "ranks": request.num_ranks},
             **{name: getattr(request, name) for name in ("tokens_per_rank", "ranks_per_node", "micro_steps")},
             **{name: getattr(self, name) for name in of_documents},
             **asdict(self.figures),
@@ -287,12 +271,10 @@ class PlannedMicroBatch:
     """The ranks in one micro-step.
 
     Attributes:
-        document_tokens: `[documents]` lengths, in the order of the micro-step.
-        work: `[ranks]` attended pairs that each rank computes, times `head_parts`.
+        work: `[ranks]` attended pairs that each rank computes, times `head_parts`: parts into which heads are divided.
         tokens: `[ranks]` tokens that each rank holds.
         bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; 0 to the same rank. Queries
             and outputs of tasks that move are sent once, keys and values once per document and server.
-        head_parts: parts into which heads are divided, of which a rank may compute some; 1 if it computes all heads.
         state_bytes: most bytes that one rank sends or receives in the forward pass of one mixer; None if sizes of
             states are not known.
     """
@@ -349,7 +331,8 @@ def make_report(request: PlanRequest, packed: PackedEpoch, source: str = "length
     return StepReport(
         request=request,
         source=source,
-        origin=packed.origin,
+        seed=packed.seed,
+        epoch_micro_batches=None if packed.seed is None else packed.epoch.num_micro_batches,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         longest_document_tokens=int(lengths.max()),

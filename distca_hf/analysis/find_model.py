@@ -40,16 +40,9 @@ FLOPS_OF_WEIGHT = 2
 
 
 def find_model(name: str | None, tries: bool = True) -> ModelShape:
-    """Returns the model of a name.
-
-    Args:
-        name: a built-in name, path of a config.json or of its folder, or what `distca check` takes; None for
-            `DEFAULT_MODEL`.
-        tries: whether the verdict includes a step of a tiny version, which a process of a group cannot run.
-
-    Raises:
-        ConfigError: no such model exists, or its configuration is not understood.
-    """
+    """Returns the model of a name: a built-in one, the path of a config.json or of its folder, or what `distca check`
+    takes; None for `DEFAULT_MODEL`. `tries`: whether the verdict includes a step of a tiny version, which a process of
+    a group cannot run. Raises ConfigError if no such model exists, or its configuration is not understood."""
     name = name or DEFAULT_MODEL
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return read_model(Path(name), tries)
@@ -75,8 +68,8 @@ def read_model(path: Path, tries: bool = True) -> ModelShape:
 
 
 def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
-    """Returns the shape of a model of Transformers, with the verdict of `distca check`, and with numbers of weights if
-    it is known how many of them a token passes."""
+    """Returns the shape of a model of Transformers, with the verdict of `distca check`, and with its size if it is
+    known how many weights a token passes."""
     from distca_hf.analysis.check.run_check import judge_quietly
     from distca_hf.analysis.check.verdict import decoder_size
     from distca_hf.integrations.models.planner import step_flops

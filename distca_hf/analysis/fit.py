@@ -1,28 +1,18 @@
 """Fit: whether a training fits its GPUs and the memory of their nodes, and what would make it fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import DecoderSize, StateSize
-from distca_hf.analysis.memory import (
-    GIB,
-    USABLE_SHARE,
-    Memory,
-    Sharding,
-    TrainingSetup,
-    check_checkpointing,
-    estimate_memory,
-    shardings,
-)
-from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
+from distca_hf.analysis.decoder_size import GIB, Checkpointing, DecoderSize, Sharding, StateSize, TrainingSetup
+from distca_hf.analysis.memory import USABLE_SHARE, Memory, estimate_memory, shardings
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_choices, check_ranges, check_tiles_and_host
 from distca_hf.arrays import ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.errors import ConfigError
 from distca_hf.flops import Gpu
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.transfers import received_bytes
@@ -34,33 +24,14 @@ SUGGESTED_MLP_TOKENS = 16_384
 SUGGESTED_KV_HEADS = 2
 # Most ranks to suggest, as a multiple of the given ones; and fewest tokens of a rank.
 MOST_TIMES_RANKS, FEWEST_TOKENS = 64, 1024
-# Most KV heads of a tile that options accept.
-MOST_HEADS = 4096
-# Most memory of a node, in GiB.
-MOST_HOST_GIB = 1_000_000
 # Step and maximum of the numbers of tokens per rank to try.
 TOKENS_STEP, MOST_TOKENS = 1024, 1 << 20
 
 
-def check_tiles_and_host(mlp_tokens: int, attention_kv_heads: int, host_gib: float | None) -> None:
-    """Raises ConfigError if tokens or heads of a tile, or the memory of a node, are out of range."""
-    tiles = ("--mlp-tokens", mlp_tokens, MAX_DOCUMENT_TOKENS), ("--attention-kv-heads", attention_kv_heads, MOST_HEADS)
-    for option, value, most in tiles:
-        if not 0 <= value <= most:
-            raise ConfigError(f"{option} {value} must be between 0 and {most}")
-    if host_gib is not None and not 0 < host_gib <= MOST_HOST_GIB:
-        raise ConfigError(f"--host-gib {host_gib:g} must be above 0, and at most {MOST_HOST_GIB:,}")
-
-
 @dataclass(frozen=True)
 class Room:
-    """Memory that there is.
-
-    Attributes:
-        gpu_bytes: that torch may allocate on a GPU.
-        host_gib: GiB of a node that may be pinned; None if that is not known, and everything fits.
-        ranks_per_node: GPUs of a node.
-    """
+    """Memory that there is: bytes that torch may allocate on a GPU, and GiB of a node that may be pinned; None if that
+    is not known, and everything fits."""
 
     gpu_bytes: float
     host_gib: float | None = None
@@ -112,6 +83,11 @@ class RankLoad:
             self.size, setup, self.rank_tokens, self.received_bytes, self.head_tokens, self.state_bytes
         )
 
+    def by_sharding(self, setup: TrainingSetup, whole_documents: bool) -> dict[Sharding, Memory]:
+        """Returns the memory for each way to shard weights that can train the model."""
+        ways = shardings(setup.micro_steps, whole_documents, setup.state_on_host)
+        return {way: self.memory(replace(setup, sharding=way)) for way in ways}
+
     def with_tokens(self, rank_tokens: int) -> "RankLoad":
         """Returns the load with other tokens: received bytes and the head's tokens grow with them, states do not."""
 
@@ -122,36 +98,27 @@ class RankLoad:
         return replace(self, rank_tokens=rank_tokens, received_bytes=received, head_tokens=head_tokens)
 
 
-def largest_tokens(load: RankLoad, setup: TrainingSetup, room: Room, choices: Sequence[int]) -> int:
-    """Returns the largest of some numbers of tokens per rank that fits; 0 if none fits."""
+def largest_tokens(load: RankLoad, setup: TrainingSetup, room: Room) -> int:
+    """Returns the most tokens per rank that fit, of multiples of `TOKENS_STEP`; 0 if none fit."""
+    choices = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
     fitting = (tokens for tokens in choices if room.fits(load.with_tokens(tokens).memory(setup), setup.num_ranks))
     return max(fitting, default=0)
 
 
 # Before an option that is left out.
 DROPPED = "no "
-# Changes of options, in the order in which they are tried: what a setup needs to have for a change to be one, the new
-# values, and the settings of a training that they stand for. The last two take less of the host.
-CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "--liger": ({"liger": False}, {"liger": True}, "use_liger_kernel=True"),
-    "--checkpointing offloaded": ({}, {"checkpointing": "offloaded"}, 'checkpointed_attention="offload"'),
-    f"--mlp-tokens {SUGGESTED_MLP_TOKENS}": (
-        {"mlp_tokens": 0},
-        {"mlp_tokens": SUGGESTED_MLP_TOKENS},
-        f"mlp_tokens={SUGGESTED_MLP_TOKENS}",
-    ),
-    f"--attention-kv-heads {SUGGESTED_KV_HEADS}": (
-        {"attention_kv_heads": 0},
-        {"attention_kv_heads": SUGGESTED_KV_HEADS},
-        f"attention_kv_heads={SUGGESTED_KV_HEADS}",
-    ),
-    "--offload-params": ({"state_on_host": False}, {"state_on_host": True}, "fsdp_offload_params: true"),
-    "--checkpointing saved": (
-        {"checkpointing": "offloaded"},
-        {"checkpointing": "saved"},
-        'checkpointed_attention="save"',
-    ),
-    f"{DROPPED}--offload-params": ({"state_on_host": True}, {"state_on_host": False}, "fsdp_offload_params: false"),
+# Changes of options, in the order in which they are tried: field of a setup, its value before (None: any other) and
+# after, and the setting of a training that it stands for. The last two take less of the host.
+CHANGES: dict[str, tuple[str, Any, Any, str]] = {
+    "--liger": ("liger", False, True, "use_liger_kernel=True"),
+    "--checkpointing offloaded": ("checkpointing", None, "offloaded", 'checkpointed_attention="offload"'),
+    **{
+        f"--{name.replace('_', '-')} {number}": (name, 0, number, f"{name}={number}")
+        for name, number in (("mlp_tokens", SUGGESTED_MLP_TOKENS), ("attention_kv_heads", SUGGESTED_KV_HEADS))
+    },
+    "--offload-params": ("state_on_host", False, True, "fsdp_offload_params: true"),
+    "--checkpointing saved": ("checkpointing", "offloaded", "saved", 'checkpointed_attention="save"'),
+    f"{DROPPED}--offload-params": ("state_on_host", True, False, "fsdp_offload_params: false"),
 }
 
 
@@ -176,7 +143,7 @@ def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = 
                 given += [f"--gpus {ranks} --tokens-per-rank {tokens}"] * (times > 1)
                 dropped = [option.removeprefix(DROPPED) for option in options if option.startswith(DROPPED)]
                 how = [f"with {' '.join(given)}"] * bool(given) + [f"without {' '.join(dropped)}"] * bool(dropped)
-                settings = ", ".join(CHANGES[option][2] for option in options if option in CHANGES)
+                settings = ", ".join(CHANGES[option][3] for option in options)
                 node = room.node_bytes(memory, ranks)
                 return (
                     f"{lacking}. It fits {' and '.join(how)}{f' ({settings})' if settings else ''}: "
@@ -188,30 +155,21 @@ def advice(load: RankLoad, setup: TrainingSetup, room: Room, more_ranks: bool = 
 
 def _changed(setup: TrainingSetup, size: DecoderSize) -> Iterator[tuple[list[str], TrainingSetup]]:
     """Yields the setup with each choice of changes of different fields, the fewest first; the setup itself, too."""
+    has_tiles = {"mlp_tokens": size.tiles_mlps, "attention_kv_heads": size.tiles_heads}
     able = [
         option
-        for option, (before, after, _) in CHANGES.items()
-        if all(getattr(setup, name) == value for name, value in before.items())
-        and any(getattr(setup, name) != value for name, value in after.items())
-        and (size.tiles_mlps or "mlp_tokens" not in after)
-        and (size.tiles_heads or "attention_kv_heads" not in after)
+        for option, (name, before, after, _) in CHANGES.items()
+        if getattr(setup, name) != after and before in (None, getattr(setup, name)) and has_tiles.get(name, True)
     ]
     for number in range(len(able) + 1):
         for options in combinations(able, number):
-            changes = {name: value for option in options for name, value in CHANGES[option][1].items()}
-            yield list(options), replace(setup, **changes)
+            yield list(options), replace(setup, **{CHANGES[option][0]: CHANGES[option][2] for option in options})
 
 
 @dataclass(frozen=True)
 class Job:
-    """The training that `distca check` checks a model for.
-
-    Attributes:
-        gpu: kind of every rank's GPU.
-        tokens_per_rank: tokens that each holds in a micro-step.
-        setup: how it is trained; all ways to shard weights are tried.
-        host_gib, ranks_per_node: see `Room`.
-    """
+    """The training that `distca check` checks a model for: each rank has such a GPU, and holds at most so many tokens
+    in a micro-step. All ways to shard weights are tried. `host_gib`, `ranks_per_node`: see `Room`."""
 
     gpu: Gpu
     tokens_per_rank: int
@@ -220,7 +178,7 @@ class Job:
     ranks_per_node: int = 8
 
     def __post_init__(self) -> None:
-        check_checkpointing(self.setup.checkpointing)
+        check_choices(("--checkpointing", self.setup.checkpointing, get_args(Checkpointing)))
         check_ranges(
             ("--gpus", self.setup.num_ranks, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS // max(1, self.setup.num_ranks)),
@@ -238,34 +196,13 @@ class Job:
         return Room(USABLE_SHARE * (self.gpu.gib or 0.0) * GIB, self.host_gib, self.ranks_per_node)
 
 
-@dataclass(frozen=True)
-class JobMemory:
-    """The memory of a job.
-
-    Attributes:
-        of_ways: memory per way to shard weights; empty if it is not known.
-        largest_tokens, with_liger_tokens: most tokens per rank that fit, and with Liger's fused loss, per way.
-        advice: what does not fit under FSDP2, and what makes it fit; empty if any way fits.
-    """
-
-    of_ways: dict[Sharding, Memory]
-    largest_tokens: dict[Sharding, int]
-    with_liger_tokens: dict[Sharding, int]
-    advice: str = ""
-
-
-def memory_of(job: Job, size: DecoderSize, whole_documents: bool, states: StateSize | None = None) -> JobMemory:
-    """Estimates memory for each way to shard weights that can train the model, and finds the tokens per rank that fit.
+def load_of(job: Job, size: DecoderSize, whole_documents: bool, states: StateSize | None = None) -> RankLoad:
+    """Returns what the rank with most tokens holds.
 
     Keys, values and states of other ranks are from one document that all ranks hold together, planned as training
-    plans it: these are the most that are sent.
-
-    Args:
-        states: sizes of states that mixers exchange; None if there are none, or they are not known.
+    plans it: these are the most that are sent. `states`: that mixers exchange; None if there are none, or their sizes
+    are not known.
     """
-    found = JobMemory({}, {}, {})
-    if job.gpu.gib is None:  # a CPU
-        return found
     of_layers = [layer.heads for layer in size.layers if layer.heads]
     received = state_bytes = 0
     if of_layers and not whole_documents:
@@ -275,15 +212,4 @@ def memory_of(job: Job, size: DecoderSize, whole_documents: bool, states: StateS
         plan = planner.plan(np.array([job.capacity_tokens]))
         received = int(received_bytes(plan, heads.token_bytes()).max())
         state_bytes = 0 if states is None else states.mixers * states.most_bytes(plan.layout)
-    load = RankLoad(size, job.tokens_per_rank, received, state_bytes=state_bytes)
-    choices = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
-    for sharding in shardings(job.setup.micro_steps, whole_documents, job.setup.state_on_host):
-        setup = replace(job.setup, sharding=sharding)
-        found.of_ways[sharding] = load.memory(setup)
-        most = found.largest_tokens[sharding] = largest_tokens(load, setup, job.room, choices)
-        if not setup.liger:
-            most = largest_tokens(load, replace(setup, liger=True), job.room, choices)
-        found.with_liger_tokens[sharding] = most
-    if any(job.room.fits(memory, job.setup.num_ranks) for memory in found.of_ways.values()):
-        return found
-    return replace(found, advice=advice(load, job.setup, job.room))
+    return RankLoad(size, job.tokens_per_rank, received, state_bytes=state_bytes)

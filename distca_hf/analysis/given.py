@@ -14,16 +14,18 @@ from rich.console import Console, RenderableType
 
 from distca_hf.analysis import tables
 from distca_hf.analysis.answer import steps_worth_it
+from distca_hf.analysis.decoder_size import GIB
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import RankLoad, advice
 from distca_hf.analysis.groups import Groups
-from distca_hf.analysis.memory import GIB, Memory
+from distca_hf.analysis.memory import Memory
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
+from distca_hf.analysis.request import assumed
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
-from distca_hf.analysis.simulate.request import SimulationRequest, assumed
+from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.tables import counted
 from distca_hf.arrays import IntArray
@@ -131,15 +133,8 @@ class SharingFigures:
 
 @dataclass(frozen=True)
 class GivenMicroBatch:
-    """One micro-batch of all ranks.
-
-    Attributes:
-        facts: facts of the plan as in training, if hidden states return.
-        facts_placed_loss: the same if head and loss run on placed rows.
-        stays: whether no row moves.
-        moved_tokens: tokens that are computed on a rank other than their batch's.
-        planning_seconds: how long planning it took in this process.
-    """
+    """One micro-batch of all ranks: facts of the plan as in training, if hidden states return, and if head and loss
+    run on placed rows; whether no row moves; and how many tokens are computed on a rank other than their batch's."""
 
     facts: PlanFacts
     facts_placed_loss: PlanFacts
@@ -343,24 +338,23 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     steps = f" x {request.accumulation} micro-steps" if request.accumulation > 1 else ""
     cut = "" if request.context_tokens is None else f", longer rows are cut at {request.context_tokens:,}"
     blocks: list[RenderableType] = [
-        f"{found.source}: {counted(len(rows), 'row')}, {counted(int(rows.sum()), 'token')}, the longest has "
-        f"{int(rows.max()):,}{cut}. {request.model.name} on {counted(request.num_ranks, 'rank')} x "
-        f"{counted(request.batch_size or 0, 'row')}{steps}, {request.ranks_per_node} ranks per node, seed "
-        f"{request.seed}: your batches, {counted(count, 'micro-batch')} of them.",
+        f"{tables.of_lengths(found.source, rows, 'row')}{cut}. {request.model.name} on "
+        f"{counted(request.num_ranks, 'rank')} x {counted(request.batch_size or 0, 'row')}{steps}, "
+        f"{request.ranks_per_node} ranks per node, seed {request.seed}: your batches, {counted(count, 'micro-batch')} "
+        "of them.",
         found.in_short,
     ]
     table = tables.plain_table("as given", "rows placed" if found.places_rows else "attention moved")
-    imbalances: list[tuple[str, PlanTotals, str]] = [
-        ("tokens", returned, "token_imbalance"),
-        ("attention", returned, "imbalance"),
-        ("work of a step, results return" if found.places_rows else "work of a step", returned, "step_imbalance"),
-    ]
-    if found.places_rows:
-        imbalances.append(("work of a step, placed loss", placed, "step_imbalance"))
-    for name, totals, of in imbalances:
+
+    def add(name: str, totals: PlanTotals, of: str) -> None:
         table.add_row(name, *(f"{getattr(totals, field) / count:.2f}" for field in (f"{of}_before", of)))
-    for loss_is_placed in (False, True) if found.places_rows else (False,):
-        way = ", placed loss" if loss_is_placed else ", results return" if found.places_rows else ""
+
+    add("tokens", returned, "token_imbalance")
+    add("attention", returned, "imbalance")
+    ways = {", results return": False, ", placed loss": True} if found.places_rows else {"": False}
+    for way, loss_is_placed in ways.items():
+        add(f"work of a step{way}", placed if loss_is_placed else returned, "step_imbalance")
+    for way, loss_is_placed in ways.items():
         table.add_row(f"  worst micro-batch{way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
     note = (
         "Work of a step: layers, attention, head and loss; training logs its imbalance as distca/step_imbalance. "

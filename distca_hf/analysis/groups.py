@@ -46,8 +46,8 @@ class Groups:
     """Groups of some documents.
 
     Attributes:
-        paths: `[documents]` names of the groups of each document, from the root on; empty for a document that begins
-            like no other. Names of nested groups may be used again in other groups.
+        paths: `[documents]` names of the groups of each document, from the root on; empty for a document that
+            begins like no other. Names of nested groups may be used again in other groups.
         prefix_tokens: `[documents]` tokens with which all documents of each of these groups begin.
     """
 
@@ -56,16 +56,13 @@ class Groups:
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Sequence[object]], tokens: IntArray, source: str) -> Self | None:
-        """Returns the groups of documents; None if no document has a prefix.
-
-        Args:
-            columns: values by column, of those `GROUP_COLUMNS` that the file has.
-            tokens: `[documents]` lengths.
-            source: their file, for errors.
+        """Returns the groups of documents, from values of those `GROUP_COLUMNS` that their file has; None if no
+        document has a prefix. `tokens`: `[documents]` lengths. `source`: the file, for errors.
 
         Raises:
-            PackingError: a row has a prefix and no group, a group and no prefix, a prefix longer than its document,
-                another prefix than its group, or a nested group with no longer prefix than the group around it.
+            PackingError: a row has a prefix and no group, a group and no prefix, a prefix longer than its
+                document, another prefix than its group, or a nested group with no longer prefix than the group
+                around it.
         """
         if not any(map(_cells, columns.get(PREFIX_COLUMN, ()))):  # a list of cells for each row would take 64 bytes
             return None
@@ -101,8 +98,7 @@ class Groups:
         )
 
     def in_words(self, unshared: str) -> str:
-        """Returns a sentence: how many documents begin alike, and whether layers compute that once. `unshared`: why
-        not; empty if they do."""
+        """Returns a sentence: how many documents begin alike, and whether layers compute that once, or why not."""
         counts = self.counts
         ending = (
             f", but share no prefixes: {unshared}"
@@ -116,12 +112,8 @@ class Groups:
         return {"groups": len(counts), "documents": counts.total(), "unshared": unshared or None}
 
     def dealt(self, rng: np.random.Generator, num_ranks: int, micro_steps: int, batch_size: int) -> IntArray:
-        """Deals the documents of an epoch as TRL's GRPO trainer does.
-
-        Returns:
-            int64 `[rows]` documents of all whole optimizer steps: micro-batch after micro-batch, rank after rank,
-            `batch_size` of each. The last step is left out if it is not full.
-        """
+        """Deals the documents of an epoch as TRL's GRPO trainer does. Returns int64 `[rows]` documents of all whole
+        optimizer steps: micro-batch after micro-batch, rank after rank, `batch_size` of each."""
         first: dict[str, int] = {}
         of_group = [first.setdefault(path[0], row) if path else row for row, path in enumerate(self.paths)]
         groups, number = np.unique(of_group, return_inverse=True)
@@ -181,16 +173,8 @@ class Groups:
 def _row(
     groups: list[object], counts: list[object], length: int, where: str
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns names and prefixes of the groups of a row.
-
-    Args:
-        groups, counts: cells of both columns.
-        length: tokens of the row.
-        where: the row, for errors.
-
-    Raises:
-        PackingError: see `Groups.of_columns`.
-    """
+    """Returns names and prefixes of the groups of a row of so many tokens, from the cells of both columns. `where`:
+    the row, for errors. Raises PackingError as `Groups.of_columns` does."""
     path, prefix = list[str](), list[int]()
     for given in groups:
         if not isinstance(given, str | int) or given == "":
@@ -229,16 +213,17 @@ def _named(path: Sequence[object]) -> str:
 
 
 def _cells(value: object) -> list[object]:
-    """Returns the cells of a list of nested groups, or a single cell; none if they are empty."""
-    cells = value if isinstance(value, list) else [value]
-    return [cell for cell in map(_cell, cells) if cell is not None and cell != ""]
-
-
-def _cell(value: object) -> object:
-    """Returns a cell of a table. If some cells of a column are empty, pandas has made whole numbers floating-point."""
-    if isinstance(value, float) and (isnan(value) or value.is_integer()):
-        return None if isnan(value) else int(value)
-    return value.strip().removesuffix(".0") if isinstance(value, str) else value
+    """Returns the cells of a list of nested groups, or a single cell; none if they are empty. If some cells of a
+    column are, pandas has made whole numbers floating-point."""
+    cells = []
+    for cell in value if isinstance(value, list) else [value]:
+        if isinstance(cell, float) and (isnan(cell) or cell.is_integer()):
+            cell = None if isnan(cell) else int(cell)
+        elif isinstance(cell, str):
+            cell = cell.strip().removesuffix(".0")
+        if cell is not None and cell != "":
+            cells.append(cell)
+    return cells
 
 
 def _whole(value: object) -> int | None:

@@ -51,9 +51,8 @@ MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
 
 @dataclass(frozen=True, eq=False)
 class DocumentLengths:
-    """`[documents]` lengths in tokens, and their file and column. `grouping`: values by column, of those
-    `GROUP_COLUMNS` that the file has; empty if it has no prefixes. `groups`: which documents begin alike; None if that
-    is not known."""
+    """`[documents]` lengths in tokens, and their file and column. `grouping`: values of those `GROUP_COLUMNS` that the
+    file has; empty without prefixes. `groups`: which documents begin alike; None if that is not known."""
 
     tokens: IntArray
     source: str
@@ -62,11 +61,8 @@ class DocumentLengths:
 
 
 def read_lengths(path: Path) -> DocumentLengths:
-    """Reads document lengths from a file or folder, or from a shipped sample of this name.
-
-    Raises:
-        PackingError: the file cannot be read, has no column of lengths or several, or a length is out of range.
-    """
+    """Reads document lengths from a file or folder, or from a shipped sample of this name. Raises PackingError if the
+    file cannot be read, has no column of lengths or several, or a length is out of range."""
     sample = None if path.exists() else LENGTHS.files().get(str(path))
     try:
         lengths = _read(path) if sample is None else replace(_read(sample), source=str(path))

@@ -41,7 +41,7 @@ ZeRO-3, experts and mixers were not measured.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from distca_hf.analysis.decoder_size import (
     HALF_BYTES,
@@ -50,16 +50,12 @@ from distca_hf.analysis.decoder_size import (
     SINGLE_BYTES,
     DecoderSize,
     LayerSize,
+    Sharding,
+    TrainingSetup,
 )
-from distca_hf.errors import ConfigError
 
 
-# "fsdp2_synced": FSDP2 with `sync_each_batch` of Accelerate's GradientAccumulationPlugin.
-Sharding = Literal["fsdp2", "fsdp2_synced", "zero3"]
 SHARDING_NAMES: dict[str, str] = {"fsdp2": "FSDP2", "fsdp2_synced": "FSDP2 synced", "zero3": "ZeRO-3"}
-Checkpointing = Literal["saved", "offloaded", "recomputed", "none"]
-GIB = 2**30
-ADAM_BYTES = 8  # of AdamW's state per weight: two fp32 numbers
 # Bytes of a token and word of the vocabulary: logarithms of probabilities, and two gradients, in fp32.
 LOGIT_BYTES = 12
 # Bytes of a token and number of the hidden state in Liger's fused loss: its gradient, and a chunk of logits in bf16
@@ -76,61 +72,6 @@ GATHERED_LAYERS = 3
 LAYERS_ON_GPU, PIECE_BYTES = 2, 2**26
 
 
-def check_checkpointing(name: str) -> None:
-    """Raises ConfigError if a way of activation checkpointing is not one of the known ones."""
-    if name not in get_args(Checkpointing):
-        raise ConfigError(f"--checkpointing {name} must be one of {', '.join(get_args(Checkpointing))}")
-
-
-def saves_attention(checkpointing: Checkpointing) -> bool:
-    """Returns whether attention's outputs wait for backward, on the GPU or on the host."""
-    return checkpointing in ("saved", "offloaded")
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """How a model is trained.
-
-    Attributes:
-        num_ranks: ranks that share weights, gradients and the optimizer's state.
-        sharding: FSDP2, with or without `sync_each_batch`, or DeepSpeed ZeRO-3.
-        checkpointing: layers keep their input and attention's output ("saved"), the same on the host ("offloaded"),
-            their input ("recomputed"), or all ("none").
-        liger: Liger's kernels and its fused loss, which holds no logits.
-        optimizer_bytes: bytes of the optimizer's state per weight.
-        kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
-        tensor_ranks: number of these ranks that divide every layer, and hold the same tokens.
-        micro_steps: micro-steps of an optimizer step, as Trainer accumulates them.
-        mlp_tokens: tokens of a tile on which MLPs run; 0: all at once.
-        attention_kv_heads: KV heads of a tile on which attention runs; 0: all at once.
-        state_on_host: whether weights, gradients and the optimizer's state are on the host; only with FSDP2.
-    """
-
-    num_ranks: int
-    sharding: Sharding = "fsdp2"
-    checkpointing: Checkpointing = "saved"
-    liger: bool = False
-    optimizer_bytes: int = ADAM_BYTES
-    kv_budget_bytes: float = 4 * GIB
-    tensor_ranks: int = 1
-    micro_steps: int = 1
-    mlp_tokens: int = 0
-    attention_kv_heads: int = 0
-    state_on_host: bool = False
-
-    def __post_init__(self) -> None:
-        if self.state_on_host and self.sharding == "zero3":
-            raise ConfigError("memory of ZeRO-3 with weights and optimizer on the host is not estimated; take FSDP2")
-
-    @property
-    def saves_attention(self) -> bool:
-        return saves_attention(self.checkpointing)
-
-    def mlp_share(self, rank_tokens: int) -> float:
-        """Returns the share of a rank's tokens on which MLPs run at a time."""
-        return min(1.0, self.mlp_tokens / max(1, rank_tokens)) if self.mlp_tokens else 1.0
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank at the peak of a training step, or at another moment of backward.
@@ -140,8 +81,7 @@ class Memory:
         gradients: of earlier micro-steps (`gradient_bytes`), and of layers whose backward is over.
         gathered: whole weights and gradients of weights of the layers that are computed at that time.
         kept: activations that wait for backward on the GPU.
-        layer: activations and gradients of one layer while its backward runs; 0 if the head needs more.
-        head: logits, their gradients and the last norm; 0 if a layer needs more.
+        layer, head: activations and gradients of one layer, or of the loss with the last norm, whichever is more.
         received: keys and values of other ranks, and their gradients.
         optimizer_step: its share when the optimizer runs, including gradients, and nothing else.
         host_kept, host_state: activations, and weights, gradients and the optimizer's state, on the host.
@@ -210,7 +150,7 @@ def estimate_memory(
     moments = [_head_moment(size, setup, rank_tokens, head_tokens or rank_tokens, of_layers if waits else 0)]
     for layer in size.layers:
         of_layer = layer.received_bytes(received_bytes, setup.tensor_ranks)
-        of_tile = round(of_layer * layer.heads_share(setup.attention_kv_heads))
+        of_tile = round(of_layer * layer.heads_share(setup))
         received = (of_layers if waits else of_tile) + of_tile
         for layers_left in {size.num_layers, min(LAYERS_ON_GPU, size.num_layers), 1}:
             moments.append(_layer_moment(layer, size, setup, rank_tokens, received, layers_left))
@@ -262,14 +202,12 @@ def _layer_moment(
     if setup.state_on_host:  # gradients on their way
         gathered += SINGLE_BYTES * layer.parameters // setup.num_ranks
     share = setup.mlp_share(rank_tokens) if layer.tiles_mlp else 1.0
-    of_heads = layer.heads_share(setup.attention_kv_heads)
     if setup.checkpointing != "none":
-        of_layer = size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks
-        computed = layer.computed_bytes(*of_layer, share, of_heads)
+        computed = layer.computed_bytes(size.hidden_size, setup, share)
     else:
-        of_mlp = share * layer.mlp_bytes(setup.liger, setup.tensor_ranks) if share < 1 else 0.0
-        of_tile = size.hidden_size, setup.liger, setup.tensor_ranks, of_heads
-        computed = max(of_mlp, layer.attending_bytes(*of_tile) if of_heads < 1 else 0.0)
+        of_mlp = share * layer.mlp_bytes(setup) if share < 1 else 0.0
+        has_tiles = layer.heads_share(setup) < 1
+        computed = max(of_mlp, layer.attending_bytes(size.hidden_size, setup) if has_tiles else 0.0)
     return Memory(
         _gradients_at(size, setup, layers_left),
         gathered,
@@ -283,12 +221,11 @@ def _kept_at(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, layers_l
     """Returns the bytes of activations that wait on the GPU for the backward of so many layers."""
     each: list[float] = []
     for layer in size.layers:
-        kept = layer.kept_bytes(size.hidden_size, setup.saves_attention, setup.tensor_ranks)
+        kept = layer.kept_bytes(size.hidden_size, setup)
         if setup.checkpointing == "none":
-            of_layer = size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks
-            kept += layer.saved_bytes(*of_layer, layer.heads_share(setup.attention_kv_heads))
+            kept += layer.saved_bytes(size.hidden_size, setup)
             if setup.mlp_share(rank_tokens) == 1 or not layer.tiles_mlp:
-                kept += layer.mlp_bytes(setup.liger, setup.tensor_ranks)
+                kept += layer.mlp_bytes(setup)
         each.append(kept)
     of_all = sum(layer.count * kept for layer, kept in zip(size.layers, each, strict=True))
     on_gpu = min(LAYERS_ON_GPU, layers_left) if setup.checkpointing == "offloaded" else layers_left
@@ -320,7 +257,7 @@ def _host_kept_bytes(size: DecoderSize, setup: TrainingSetup, rank_tokens: int) 
         return 0
     total = 0
     for layer in size.layers:
-        for token_bytes in layer.kept_tensors(size.hidden_size, True, setup.tensor_ranks, setup.attention_kv_heads):
+        for token_bytes in layer.kept_tensors(size.hidden_size, setup):
             pieces, rest = divmod(round(rank_tokens * token_bytes), PIECE_BYTES)
             total += layer.count * (pieces * PIECE_BYTES + pinned_bytes(rest))
     return total
@@ -335,9 +272,8 @@ def _pinned_weight_bytes(size: DecoderSize, num_ranks: int) -> int:
 
 
 def shardings(micro_steps: int, whole_documents: bool, state_on_host: bool = False) -> list[Sharding]:
-    """Returns the ways to shard weights that a training can use: `sync_each_batch` matters if micro-steps are
-    accumulated, and ZeRO-3 cannot train models whose documents stay whole. With its state on the host it is not
-    estimated."""
+    """Returns the ways to shard weights that are estimated for a training: `sync_each_batch` matters if micro-steps
+    are accumulated, and ZeRO-3 cannot train models whose documents stay whole."""
     is_zero = not whole_documents and not state_on_host
     ways: dict[Sharding, bool] = {"fsdp2": True, "fsdp2_synced": micro_steps > 1, "zero3": is_zero}
     return [way for way, is_there in ways.items() if is_there]
@@ -345,19 +281,16 @@ def shardings(micro_steps: int, whole_documents: bool, state_on_host: bool = Fal
 
 def gradient_bytes(way: Sharding | Literal["zero2", "ddp"], parameters: int, share: int, micro_steps: int) -> int:
     """Returns the bytes of gradients that a rank holds when the last micro-step's backward begins, in bf16 training.
+    `parameters`, `share`: weights whose gradients it computes, and that it updates.
 
     Trainer runs all micro-steps except the last under `no_sync`. FSDP2 then keeps whole gradients in bf16 on every
-    rank; with `sync_each_batch` it sums them over ranks in each micro-step, as DeepSpeed always does. The optimizer's
-    step frees gradients, except for the buffer that ZeRO-3 allocates once.
-
-    Args:
-        parameters, share: numbers of weights whose gradients a rank computes, and that it updates.
+    rank; with `sync_each_batch` it sums them over ranks in each micro-step, as DeepSpeed always does. The
+    optimizer's step frees gradients, except for the buffer that ZeRO-3 allocates once.
     """
-    if way == "zero3":
-        return HALF_BYTES * share
-    if micro_steps == 1:
+    if micro_steps == 1 and way != "zero3":
         return 0
     kept = {
+        "zero3": HALF_BYTES * share,
         "fsdp2": HALF_BYTES * parameters,
         "fsdp2_synced": SINGLE_BYTES * share,
         "zero2": HALF_BYTES * share,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,8 +56,7 @@ class ModelSize:
         experts_per_token: int = 1,
     ) -> "ModelSize":
         """Counts the weights of a decoder of attention and gated MLPs, without norms and biases. `mlp_size`: width of
-        an MLP, or of an expert. `experts`, `experts_per_token`: number of MLPs of a layer, and number that a token is
-        sent to."""
+        an MLP, or of an expert. `experts`, `experts_per_token`: MLPs of a layer, and those that a token is sent to."""
         mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
         rest = attention_parameters(heads, hidden_size) + router
         embedding = vocabulary * hidden_size * (1 if tied else 2)
@@ -101,17 +101,15 @@ def attention_parameters(heads: Heads, hidden_size: int) -> int:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Attention of one layer, and the size of the model around it.
+    """Attention of one layer, and the size of the model around it, if it is known.
 
     Attributes:
-        heads: heads of one layer.
-        size: numbers of weights; None if they are not known.
         other_layers: text for layers that are not full attention; empty if there are none.
         full_layers: layers that attend to whole documents; None: all except the other two kinds.
         window_layers: masks with windows, each with the number of its layers.
         mixer_layers: layers that carry a state, in addition to attention or instead of it.
         whole_documents: whether documents stay whole on a rank, because some of these states cannot travel.
-        state_size: of their mixers; None without mixers, if documents stay whole, or if it is not known.
+        state_size: of mixers whose states travel; None if there are none, or it is not known.
         limits: limits of a training, as `distca check` states them.
         longest_document_tokens: longest document that the model takes; None if it takes any.
         no_stages: why it cannot be divided into stages of a pipeline; empty if it can, or if that is unknown.
@@ -193,44 +191,40 @@ def llama_shape(
     experts: tuple[int, int] = (1, 1),
     norms_heads: bool = False,
 ) -> ModelShape:
-    """Returns the shape of a model of gated layers from the values of its config.json, in bfloat16.
-
-    Args:
-        heads: num_attention_heads, num_key_value_heads, head_dim.
-        sizes: num_hidden_layers, hidden_size, intermediate_size (of an expert), vocab_size.
-        tied: tie_word_embeddings.
-        experts: number of experts of a layer, and number that a token is sent to.
-        norms_heads: see `ModelSize`.
-    """
+    """Returns the shape of a model of gated layers in bfloat16, from its config.json. `heads`: num_attention_heads,
+    num_key_value_heads, head_dim. `sizes`: num_hidden_layers, hidden_size, intermediate_size (of an expert),
+    vocab_size. `tied`: tie_word_embeddings. `experts`: of a layer, and those that a token is sent to."""
     query, key_value, dim = heads
     shape = Heads.of_config({"num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": dim})
     size = ModelSize.of_gated_layers(shape, *sizes, tied, *experts)
     return ModelShape(name, shape, size=replace(size, norms_heads=norms_heads))
 
 
-# Public models, by the numbers of their config.json: query heads, KV heads and head dimension; layers, hidden size,
-# size of the MLP and vocabulary. So `distca plan` needs neither Transformers nor a connection for them.
+# Public models, by the numbers of their config.json: model type; query heads, KV heads and head dimension; layers,
+# hidden size, size of the MLP and vocabulary; further arguments of `llama_shape`. So `distca plan` needs neither
+# Transformers nor a connection for them.
+CONFIGS: dict[str, tuple[str, tuple[int, int, int], tuple[int, int, int, int], dict[str, Any]]] = {
+    "llama3-8b": ("llama", (32, 8, 128), (32, 4096, 14336, 128256), {}),
+    "llama3-70b": ("llama", (64, 8, 128), (80, 8192, 28672, 128256), {}),
+    "llama3-405b": ("llama", (128, 8, 128), (126, 16384, 53248, 128256), {}),
+    "llama3.2-1b": ("llama", (32, 8, 64), (16, 2048, 8192, 128256), {"tied": True}),
+    "llama3.2-3b": ("llama", (24, 8, 128), (28, 3072, 8192, 128256), {"tied": True}),
+    "mistral-7b": ("mistral", (32, 8, 128), (32, 4096, 14336, 32768), {}),
+    "mixtral-8x7b": ("mixtral", (32, 8, 128), (32, 4096, 14336, 32000), {"experts": (8, 2)}),
+    "qwen2.5-7b": ("qwen2", (28, 4, 128), (28, 3584, 18944, 152064), {}),
+    "qwen2.5-72b": ("qwen2", (64, 8, 128), (80, 8192, 29568, 152064), {}),
+    "qwen3-0.6b": ("qwen3", (16, 8, 128), (28, 1024, 3072, 151936), {"tied": True}),
+    "qwen3-1.7b": ("qwen3", (16, 8, 128), (28, 2048, 6144, 151936), {"tied": True}),
+    "qwen3-4b": ("qwen3", (32, 8, 128), (36, 2560, 9728, 151936), {"tied": True}),
+    "qwen3-8b": ("qwen3", (32, 8, 128), (36, 4096, 12288, 151936), {}),
+    "qwen3-14b": ("qwen3", (40, 8, 128), (40, 5120, 17408, 151936), {}),
+    "qwen3-32b": ("qwen3", (64, 8, 128), (64, 5120, 25600, 151936), {}),
+    "qwen3-30b-a3b": ("qwen3_moe", (32, 4, 128), (48, 2048, 768, 151936), {"experts": (128, 8)}),
+    "qwen3-235b-a22b": ("qwen3_moe", (64, 4, 128), (94, 4096, 1536, 151936), {"experts": (128, 8)}),
+}
 PRESETS = {
-    shape.name: shape
-    for shape in (
-        llama_shape("llama3-8b", (32, 8, 128), (32, 4096, 14336, 128256)),
-        llama_shape("llama3-70b", (64, 8, 128), (80, 8192, 28672, 128256)),
-        llama_shape("llama3-405b", (128, 8, 128), (126, 16384, 53248, 128256)),
-        llama_shape("llama3.2-1b", (32, 8, 64), (16, 2048, 8192, 128256), tied=True),
-        llama_shape("llama3.2-3b", (24, 8, 128), (28, 3072, 8192, 128256), tied=True),
-        llama_shape("mistral-7b", (32, 8, 128), (32, 4096, 14336, 32768)),
-        llama_shape("mixtral-8x7b", (32, 8, 128), (32, 4096, 14336, 32000), experts=(8, 2)),
-        llama_shape("qwen2.5-7b", (28, 4, 128), (28, 3584, 18944, 152064)),
-        llama_shape("qwen2.5-72b", (64, 8, 128), (80, 8192, 29568, 152064)),
-        llama_shape("qwen3-0.6b", (16, 8, 128), (28, 1024, 3072, 151936), tied=True, norms_heads=True),
-        llama_shape("qwen3-1.7b", (16, 8, 128), (28, 2048, 6144, 151936), tied=True, norms_heads=True),
-        llama_shape("qwen3-4b", (32, 8, 128), (36, 2560, 9728, 151936), tied=True, norms_heads=True),
-        llama_shape("qwen3-8b", (32, 8, 128), (36, 4096, 12288, 151936), norms_heads=True),
-        llama_shape("qwen3-14b", (40, 8, 128), (40, 5120, 17408, 151936), norms_heads=True),
-        llama_shape("qwen3-32b", (64, 8, 128), (64, 5120, 25600, 151936), norms_heads=True),
-        llama_shape("qwen3-30b-a3b", (32, 4, 128), (48, 2048, 768, 151936), experts=(128, 8), norms_heads=True),
-        llama_shape("qwen3-235b-a22b", (64, 4, 128), (94, 4096, 1536, 151936), experts=(128, 8), norms_heads=True),
-    )
+    name: llama_shape(name, heads, sizes, **more, norms_heads=model_type.startswith("qwen3"))
+    for name, (model_type, heads, sizes, more) in CONFIGS.items()
 }
 
 

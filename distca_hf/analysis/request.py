@@ -5,13 +5,16 @@ tokens stay, as in models whose documents stay whole.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
+from distca_hf.analysis.decoder_size import Checkpointing
 from distca_hf.analysis.models import ModelShape, SimulatedModel
+from distca_hf.analysis.options import PlanOptions, SimulateOptions
+from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, ClusterProfile, gpu_gib_of
 from distca_hf.arrays import IntArray, ceil_div, offsets
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
@@ -19,7 +22,7 @@ from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import ConfigError, PackingError, and_more
-from distca_hf.flops import LLAMA_8B_COSTS
+from distca_hf.flops import H200_GIB, LLAMA_8B_COSTS
 from distca_hf.layout import MAX_DOCUMENT_TOKENS, Topology
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.placement.place import fill_in_order
@@ -29,11 +32,16 @@ from distca_hf.planning.rebalance import plan_by_moving
 
 # Documents are placed; or documents in order represent given batches, whose tokens stay and whose tasks move.
 LAYOUTS = ("placed", "fixed")
-OVERLONG = get_args(OverlongPolicy)
 # Maximum number of ranks: the table of bytes between any two of them has 64M entries.
 MAX_RANKS = 8192
 # Maximum number of micro-steps of an optimizer step, all of which are planned; far more than trainings use.
 MAX_MICRO_STEPS = 1024
+# Most KV heads of a tile that options accept.
+MOST_HEADS = 4096
+# Most memory of a node, in GiB.
+MOST_HOST_GIB = 1_000_000
+# Most memory of a GPU, in GiB: all GPUs of a large cluster together have less.
+MOST_GPU_GIB = 1_000_000
 
 
 def check_ranges(*options: tuple[str, int, int]) -> None:
@@ -43,17 +51,66 @@ def check_ranges(*options: tuple[str, int, int]) -> None:
             raise ConfigError(f"{option} {value} must be between 1 and {most}")
 
 
+def check_choices(*options: tuple[str, str, Sequence[str]]) -> None:
+    """Refuses options whose value is not one of their choices."""
+    for option, name, names in options:
+        if name not in names:
+            raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
+
+
+def check_tiles_and_host(mlp_tokens: int, attention_kv_heads: int, host_gib: float | None) -> None:
+    """Raises ConfigError if tokens or heads of a tile, or the memory of a node, are out of range."""
+    tiles = ("--mlp-tokens", mlp_tokens, MAX_DOCUMENT_TOKENS), ("--attention-kv-heads", attention_kv_heads, MOST_HEADS)
+    for option, value, most in tiles:
+        if not 0 <= value <= most:
+            raise ConfigError(f"{option} {value} must be between 0 and {most}")
+    if host_gib is not None and not 0 < host_gib <= MOST_HOST_GIB:
+        raise ConfigError(f"--host-gib {host_gib:g} must be above 0, and at most {MOST_HOST_GIB:,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """How a model is trained, see `TrainingSetup`, and on which GPUs and nodes, see `Room`. Tiles and the host change
+    memory, and no time. `seed`: of the order of documents. Raises ConfigError, which names the option, if a value is
+    out of range."""
+
+    checkpointing: Checkpointing = "saved"
+    liger: bool = False
+    gpu_gib: float = H200_GIB
+    seed: int = 0
+    mlp_tokens: int = 0
+    attention_kv_heads: int = 0
+    state_on_host: bool = False
+    host_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(("--checkpointing", self.checkpointing, get_args(Checkpointing)))
+        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed} must be at least 0")
+        if not 0 < self.gpu_gib <= MOST_GPU_GIB:
+            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and at most {MOST_GPU_GIB:,}")
+
+
+def assumed(options: PlanOptions | SimulateOptions, profile: ClusterProfile) -> dict[str, Any]:
+    """Returns the fields of `Assumptions` that options of a command give."""
+    given = {field.name: getattr(options, field.name) for field in fields(Assumptions) if hasattr(options, field.name)}
+    on_host = getattr(options, "offload_params", False)
+    return given | {"gpu_gib": gpu_gib_of(profile, options.gpu_gib), "state_on_host": on_host}
+
+
 @dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(Assumptions):
     """Ranks, model and layout of a training.
 
     Attributes:
-        num_ranks, tokens_per_rank: number of ranks, and most tokens that each of them holds in a micro-step.
-        micro_steps: micro-steps of an optimizer step, planned together.
-        layout: "placed" (distca chooses the owner rank of every token) or "fixed" (documents in order, tasks move).
-        overlong: policy for documents longer than all ranks hold: "error", "split" or "truncate".
+        tokens_per_rank: most tokens that a rank holds in a micro-step.
+        layout: "placed" (distca chooses the owner rank of every token) or "fixed" (documents in order, tasks
+            move).
+        overlong: policy for documents longer than all ranks hold.
         bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.
         pipeline: stages, each of which has `num_ranks` ranks; None without a pipeline.
+        cluster: name or file of the profile with the measured times.
     """
 
     num_ranks: int
@@ -65,6 +122,7 @@ class PlanRequest:
     overlong: OverlongPolicy = "error"
     bytes_limit: int | None = None
     pipeline: Pipeline | None = None
+    cluster: str = DEFAULT_PROFILE
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -75,9 +133,8 @@ class PlanRequest:
         )
         if self.bytes_limit is not None and self.bytes_limit < 0:
             raise ConfigError(f"--bytes-limit {self.bytes_limit} must be at least 0")
-        for option, name, names in (("--layout", self.layout, LAYOUTS), ("--overlong", self.overlong, OVERLONG)):
-            if name not in names:
-                raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
+        check_choices(("--layout", self.layout, LAYOUTS), ("--overlong", self.overlong, get_args(OverlongPolicy)))
+        super().__post_init__()
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
         self.planner  # noqa: B018  raises if a variable of the environment has an invalid value
@@ -115,7 +172,7 @@ class PlanRequest:
 
     @cached_property
     def planner(self) -> PlacedPlanner:
-        """Planner of a training with these numbers. All other settings come from the environment, as in training."""
+        """The planner of a training with these numbers. Other settings come from the environment, as in training."""
         config = DistCAConfig(
             tokens_per_rank=self.tokens_per_rank, overlong=self.overlong, ranks_per_node=self.ranks_per_node
         )
@@ -136,11 +193,8 @@ class PlanRequest:
 
 
 def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) -> list[Plan]:
-    """Plans every micro-step.
-
-    Args:
-        micro_batches: for each `[documents]` lengths in the order of packing; at most as many tokens as all ranks
-            hold.
+    """Plans every micro-step, of `[documents]` lengths in the order of packing; at most as many tokens as all ranks
+    hold.
 
     Raises:
         PackingError: lengths are out of range.

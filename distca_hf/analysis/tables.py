@@ -14,10 +14,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from distca_hf.analysis.decoder_size import GIB, Sharding
 from distca_hf.analysis.fit import Room
 from distca_hf.analysis.lengths import DocumentLengths, read_lengths
-from distca_hf.analysis.memory import GIB, SHARDING_NAMES, Memory, Sharding, gradient_bytes
+from distca_hf.analysis.memory import SHARDING_NAMES, Memory, gradient_bytes
 from distca_hf.analysis.simulate.result import Result
+from distca_hf.arrays import IntArray
 from distca_hf.errors import printable
 
 
@@ -51,18 +53,13 @@ class PlanProgress:
 
     def __init__(self) -> None:
         console = Terminal(stderr=True)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(None),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-        )
+        label = TextColumn("{task.description}", markup=False)
+        columns = (label, BarColumn(None), TaskProgressColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        with self._progress:
-            yield
+    def shown(self) -> Progress:
+        """Returns a context in which the line is shown."""
+        return self._progress
 
     @contextmanager
     def stage(self, label: str) -> Iterator[None]:
@@ -91,6 +88,12 @@ class PlanProgress:
     def over(self, label: str, items: Sequence[int]) -> Iterable[int]:
         with self.counting(label, len(items)) as count:
             yield from count(items)
+
+
+def of_lengths(source: str, tokens: IntArray, thing: str = "document") -> str:
+    """Returns how many documents, or rows, there are, and their tokens, as the beginning of a text."""
+    counts = f"{counted(len(tokens), thing)}, {counted(int(tokens.sum()), 'token')}"
+    return f"{source}: {counts}, the longest has {int(tokens.max()):,}"
 
 
 def print_json(content: Mapping[str, object]) -> None:
@@ -158,8 +161,7 @@ def in_tiles(mlp_tokens: int, attention_kv_heads: int) -> str:
 
 def of_host(ways: Mapping[Sharding, Memory], state_on_host: bool) -> str:
     """Returns what waits on the host of a GPU, as text; empty if nothing does."""
-    note = ""
-    memory = ways["fsdp2"]
+    memory, note = ways["fsdp2"], ""
     if memory.host:
         note = (
             f" On the host, for each GPU: {in_gib(memory.host_kept)} GiB of activations, {in_gib(memory.host_state)} "

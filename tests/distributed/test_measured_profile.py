@@ -22,7 +22,7 @@ def test_two_ranks_write_a_profile(tmp_path: Path) -> None:
     assert (full.heads, full.kv_heads, full.window_tokens) == (16, 8, 0)
     assert (group.heads, group.kv_heads) == (2, 1)
     assert window.window_tokens == grid.tables[-1].window_tokens
-    assert full.square_tokens == tuple(map(float, grid.tables[0].squares))
+    assert full.square_tokens == grid.tables[0].square_tokens
     assert len(full.prefix_forward) == len(grid.tables[0].prefix_queries)
     assert profile.layers[0].tokens == (32.0, 128.0)
     # 2. Links of one node alone.

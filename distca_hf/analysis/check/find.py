@@ -30,8 +30,7 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.trial import Make
-from distca_hf.analysis.decoder_size import MLP_MATRICES
-from distca_hf.analysis.models import CONFIG_FILE, PRESETS, attention_parameters, content_of, read_config, without_hub
+from distca_hf.analysis.models import CONFIG_FILE, CONFIGS, PRESETS, content_of, read_config, without_hub
 from distca_hf.errors import ConfigError, did_you_mean, first_line
 from distca_hf.integrations.models.structure import IMPLEMENTATION
 
@@ -47,13 +46,6 @@ AUTO: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModelForSeq2SeqLM),
     (MODEL_MAPPING, AutoModel),
 )
-# Model types of built-in names, by how they begin: the longest match counts.
-TYPES_OF_PRESETS = {
-    **{"llama": "llama", "mistral": "mistral", "mixtral": "mixtral", "qwen2.5": "qwen2", "qwen3": "qwen3"},
-    **dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), "qwen3_moe"),
-}
-# By model type: name of the number of experts, that number, and the experts per token.
-EXPERTS = {"mixtral": ("num_local_experts", 8, 2), "qwen3_moe": ("num_experts", 128, 8)}
 
 
 @dataclass(frozen=True)
@@ -172,28 +164,23 @@ def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool
 
 
 def _of_preset(name: str) -> Candidate:
-    shape = PRESETS[name]
-    size, heads = shape.size, shape.heads
-    assert size is not None
-    model_type = TYPES_OF_PRESETS[max((known for known in TYPES_OF_PRESETS if name.startswith(known)), key=len)]
-    field, experts, taken = EXPERTS.get(model_type, ("", 0, 1))
-    router = size.hidden_size * experts
-    mlp_weights = size.layer_parameters // size.layers - attention_parameters(heads, size.hidden_size) - router
-    mlp_size = mlp_weights // (MLP_MATRICES * size.hidden_size * taken)
-    of_experts = {field: experts, "num_experts_per_tok": taken, "moe_intermediate_size": mlp_size} if experts else {}
+    model_type, (heads, kv_heads, head_dim), (layers, hidden_size, mlp_size, vocabulary), more = CONFIGS[name]
+    experts, experts_per_token = more.get("experts", (0, 0))
+    number_of_experts = "num_local_experts" if model_type == "mixtral" else "num_experts"
+    of_experts = {"num_experts_per_tok": experts_per_token, "moe_intermediate_size": mlp_size}
     config = AutoConfig.for_model(
         model_type,
-        num_hidden_layers=size.layers,
-        hidden_size=size.hidden_size,
+        num_hidden_layers=layers,
+        hidden_size=hidden_size,
         intermediate_size=mlp_size,
-        vocab_size=size.vocabulary,
-        num_attention_heads=heads.query,
-        num_key_value_heads=heads.key_value,
-        head_dim=heads.dim,
-        tie_word_embeddings=size.embedding_parameters == size.head_parameters,
+        vocab_size=vocabulary,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        tie_word_embeddings="tied" in more,
         max_position_embeddings=131_072,
         **({"sliding_window": None} if model_type in ("mistral", "mixtral") else {}),
-        **of_experts,
+        **({number_of_experts: experts, **of_experts} if experts else {}),
     )
     return _of_config(config, name)
 

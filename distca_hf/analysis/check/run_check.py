@@ -4,8 +4,9 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -21,9 +22,9 @@ from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
-from distca_hf.analysis.decoder_size import DecoderSize, state_size_of
-from distca_hf.analysis.fit import MOST_TOKENS, Job, JobMemory, memory_of
-from distca_hf.analysis.memory import USABLE_SHARE, Checkpointing, Memory, Sharding, TrainingSetup
+from distca_hf.analysis.decoder_size import Checkpointing, DecoderSize, Sharding, TrainingSetup, state_size_of
+from distca_hf.analysis.fit import MOST_TOKENS, Job, RankLoad, advice, largest_tokens, load_of
+from distca_hf.analysis.memory import USABLE_SHARE, Memory
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.tables import counted
@@ -39,17 +40,32 @@ WORKS, REFUSED = 0, 1
 
 @dataclass(frozen=True)
 class CheckAnswer:
-    """The answer. `size`: numbers of weights; None if they could not be counted. `found`: memory of the job."""
+    """The answer. `size`: numbers of weights; None if they could not be counted. `load`: what a rank holds; None if
+    that, or the memory of the GPU, is not known."""
 
     candidate: Candidate
     job: Job
     verdict: Verdict
     size: DecoderSize | None
-    found: JobMemory
+    load: RankLoad | None
 
-    @property
+    @cached_property
     def memory(self) -> dict[Sharding, Memory]:
-        return self.found.of_ways
+        return {} if self.load is None else self.load.by_sharding(self.job.setup, self.verdict.whole_documents)
+
+    def largest_tokens(self, liger: bool) -> dict[Sharding, int]:
+        """Returns the most tokens per rank that fit, for each way to shard weights."""
+        if self.load is None:
+            return {}
+        setups = {way: replace(self.job.setup, sharding=way, liger=liger) for way in self.memory}
+        return {way: largest_tokens(self.load, setup, self.job.room) for way, setup in setups.items()}
+
+    @cached_property
+    def advice(self) -> str:
+        """What does not fit under FSDP2, and what makes it fit; empty if any way fits."""
+        if self.load is None or any(self.fits.values()):
+            return ""
+        return advice(self.load, self.job.setup, self.job.room)
 
     @property
     def fits(self) -> dict[Sharding, bool]:
@@ -83,9 +99,9 @@ class CheckAnswer:
             "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
             "node_bytes": {way: job.room.node_bytes(memory, setup.num_ranks) for way, memory in self.memory.items()},
             "fits": self.fits,
-            "advice": self.found.advice or None,
-            "largest_tokens_per_rank": self.found.largest_tokens,
-            "largest_tokens_per_rank_with_liger": self.found.with_liger_tokens,
+            "advice": self.advice or None,
+            "largest_tokens_per_rank": self.largest_tokens(setup.liger),
+            "largest_tokens_per_rank_with_liger": self.largest_tokens(liger=True),
             "numerics": None if verdict.numerics is None else verdict.numerics.as_json(),
         }
 
@@ -129,8 +145,10 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
             tiled_attention(outline, job.setup.attention_kv_heads)
         except ConfigError as error:
             verdict.reasons.append(str(error))
-    found = JobMemory({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
-    return CheckAnswer(candidate, job, verdict, size, found)
+    load = None
+    if size is not None and job.gpu.gib is not None:  # on a GPU
+        load = load_of(job, size, verdict.whole_documents, states)
+    return CheckAnswer(candidate, job, verdict, size, load)
 
 
 def judge_quietly(
@@ -182,11 +200,7 @@ def answer_blocks(answer: CheckAnswer, with_numerics: bool = False) -> Iterator[
     verdict = answer.verdict
     yield _verdict(answer)
     if verdict.kinds:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for numbers, kind in grouped(verdict.kinds):
-            table.add_row(ranges(numbers), kind.in_words())
+        table = _listed((ranges(numbers), kind.in_words()) for numbers, kind in grouped(verdict.kinds))
         yield tables.block("layers", table, *([HEADS] if any(kind.heads for kind in verdict.kinds) else []))
     if verdict.kernels:
         yield _kernels(answer)
@@ -203,16 +217,22 @@ def _verdict(answer: CheckAnswer) -> RenderableType:
         f"{candidate.class_name} ({candidate.name}{parameters})",
         Text(f"{verdict.status} on {answer.job.gpu.name}", style="bold"),
     ]
-    listed = Table(box=None, pad_edge=False, show_header=False)
-    listed.add_column(no_wrap=True)
-    listed.add_column(overflow="fold")
-    for kind, sentences in (("refused", verdict.reasons), ("limit", verdict.limits), ("note", verdict.notes)):
-        for sentence in sentences:
-            listed.add_row(f"{kind}:", sentence)
+    sentences = {"refused": verdict.reasons, "limit": verdict.limits, "note": verdict.notes}
+    rows = [(f"{kind}:", sentence) for kind, of_kind in sentences.items() for sentence in of_kind]
     if verdict.status != "refused":
         how = "stay whole on a rank" if verdict.whole_documents else "may be cut between ranks (placed)"
-        listed.add_row("documents:", how)
-    return Group(*lines, listed)
+        rows.append(("documents:", how))
+    return Group(*lines, _listed(rows))
+
+
+def _listed(rows: Iterable[tuple[str, str]]) -> Table:
+    """Returns a table of names and of texts that may wrap."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _kernels(answer: CheckAnswer) -> RenderableType:
@@ -241,9 +261,9 @@ def _memory(answer: CheckAnswer) -> RenderableType:
     job, setup, of_ways = answer.job, answer.job.setup, answer.memory.values()
     parts = {part: label for part, label in PARTS.items() if any(getattr(memory, part) for memory in of_ways)}
     table = tables.memory_table(answer.memory, parts, job.room, setup.num_ranks)
-    table.add_row("largest tokens per rank", *map(_tokens, answer.found.largest_tokens.values()))
+    table.add_row("largest tokens per rank", *map(_tokens, answer.largest_tokens(setup.liger).values()))
     if not setup.liger:
-        table.add_row("the same with --liger", *map(_tokens, answer.found.with_liger_tokens.values()))
+        table.add_row("the same with --liger", *map(_tokens, answer.largest_tokens(liger=True).values()))
     document = "" if answer.verdict.whole_documents else ", one document of all of them"
     tiles = tables.in_tiles(setup.mlp_tokens, setup.attention_kv_heads)
     note = (
@@ -255,7 +275,7 @@ def _memory(answer: CheckAnswer) -> RenderableType:
     note += tables.of_host(answer.memory, setup.state_on_host)
     parameters = 0 if answer.size is None else answer.size.parameters
     note += tables.accumulation(parameters, setup.num_ranks, setup.micro_steps)
-    unfit = [f"Does not fit: {answer.found.advice}."] if answer.found.advice else []
+    unfit = [f"Does not fit: {answer.advice}."] if answer.advice else []
     return tables.block("GiB per GPU, estimated", table, note, *unfit)
 
 

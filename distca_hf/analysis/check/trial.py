@@ -39,9 +39,8 @@ Make = Callable[..., PreTrainedModel]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model so small that it trains a step in a fraction of a second. `make`: builds its class: `from_config` of one
-    of Transformers' auto classes, or `_from_config` of a class. `trains`: whether it is in training mode, in which
-    some classes draw random numbers."""
+    """A model so small that it trains a step in a fraction of a second. `make`: builds its class: `from_config` of an
+    auto class, or `_from_config`. `trains`: whether it is in training mode."""
 
     config: PreTrainedConfig
     make: Make
@@ -77,21 +76,16 @@ class Step:
     gradients: torch.Tensor
     logits: torch.Tensor | None = None
 
-    def difference(self, other: "Step") -> float:
-        return largest([self.loss_difference(other), self.gradient_difference(other)])
-
     def loss_difference(self, other: "Step") -> float:
         return abs(self.loss - other.loss) / abs(other.loss)
 
-    def gradient_difference(self, other: "Step") -> float:
-        """Returns the norm of the difference of gradients over the norm of the other gradients."""
-        return float((self.gradients - other.gradients).norm() / other.gradients.norm())
+    def difference(self, other: "Step") -> float:
+        return largest([self.loss_difference(other), relative(self.gradients, other.gradients)])
 
-    def logit_difference(self, other: "Step") -> float | None:
-        """Returns the norm of the difference of logits over the norm of the other logits; None if there are none."""
-        if self.logits is None or other.logits is None or self.logits.shape != other.logits.shape:
-            return None
-        return float((self.logits - other.logits).norm() / other.logits.norm())
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the norm of the difference over the norm of what is expected."""
+    return float((found - expected).norm() / expected.norm())
 
 
 def largest(differences: list[float]) -> float:
@@ -156,10 +150,7 @@ def loss_alone(model: PreTrainedModel, logits: list[torch.Tensor] | None = None)
 
 def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
     """Runs the step on documents that are placed on ranks, and returns the mean of ranks, as in data parallelism.
-
-    Raises:
-        DistCAError: the model is refused, before its first forward pass or in it.
-    """
+    Raises DistCAError if the model is refused, before its first forward pass or in it."""
     models = [tiny.build(IMPLEMENTATION) for _ in range(num_ranks)]
     planner = planner_of(models[0], num_ranks)
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)  # of all numbers of ranks
@@ -208,13 +199,9 @@ LARGEST_DIFFERENCE = 5e-5
 
 @dataclass(frozen=True)
 class Numerics:
-    """Relative differences of a step on ranks from a step on each document by itself.
-
-    Attributes:
-        logits: norm of the difference over the norm; None if the model returns none.
-        loss, gradients: likewise.
-        in_training_mode: whether the model was in training mode; False if it draws random numbers in that mode.
-    """
+    """Relative differences of a step on ranks from a step on each document by itself. `logits`: None if the model
+    returns none. `in_training_mode`: False if the model draws random numbers in that mode, and is in evaluation
+    mode."""
 
     logits: float | None
     loss: float
@@ -243,10 +230,8 @@ class Numerics:
 
 
 def compare(tiny: TinyModel) -> Numerics:
-    """Runs a step on two ranks and on every document by itself, and compares them.
-
-    If results of single documents differ from run to run, the model draws random numbers in training, and is compared
-    in evaluation mode.
+    """Runs a step on two ranks and on every document by itself, and compares them. If results of single documents
+    differ from run to run, the model draws random numbers in training, and is compared in evaluation mode.
 
     Raises:
         Exception: whatever the model raises; a DistCAError if it is refused.
@@ -268,10 +253,13 @@ def _step_by_itself(tiny: TinyModel, seed: int = 0) -> Step:
 
 
 def _differences(placed: Step, by_itself: Step, tiny: TinyModel) -> Numerics:
+    logits = None
+    if placed.logits is not None and by_itself.logits is not None and placed.logits.shape == by_itself.logits.shape:
+        logits = relative(placed.logits, by_itself.logits)
     return Numerics(
-        logits=placed.logit_difference(by_itself),
+        logits=logits,
         loss=placed.loss_difference(by_itself),
-        gradients=placed.gradient_difference(by_itself),
+        gradients=relative(placed.gradients, by_itself.gradients),
         num_ranks=NUM_RANKS,
         documents=len(DOCUMENT_TOKENS),
         tokens=sum(DOCUMENT_TOKENS),

@@ -84,10 +84,8 @@ class KernelChoice:
 
 
 def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> DecoderSize | None:
-    """Counts the weights of a model; None if its layers cannot be told apart, or no embedding is found.
-
-    Weights that several modules share count once, in the first of them.
-    """
+    """Counts the weights of a model; None if its layers cannot be told apart, or no embedding is found. Weights that
+    several modules share count once, in the first of them."""
     names = decoder_layers(model)
     try:
         embedding = getattr(model.get_input_embeddings(), "weight", None)
@@ -131,12 +129,9 @@ def _numbers(module: nn.Module) -> int:
 
 @dataclass
 class Verdict:
-    """The verdict on a model, as it is found.
+    """The verdict on a model, as it is found: reasons to refuse it, limits of a training, and notes, each a sentence.
 
     Attributes:
-        reasons: why it is refused; empty if it is not.
-        limits: limits of a training, each a sentence.
-        notes: further sentences.
         kinds: how each decoder layer mixes tokens, in order.
         longest_document_tokens: longest document that is accepted; None if any is.
         whole_documents: whether documents stay whole on a rank.
@@ -323,10 +318,8 @@ def _try(candidate: Candidate, found: Verdict) -> None:
 
 
 def make_tiny(candidate: Candidate) -> TinyModel | None:
-    """Returns a tiny version of a model that can be built; None if there is none.
-
-    Prefers a version with the flags of its configuration to one with the flags of its class.
-    """
+    """Returns a tiny version of a model that can be built, with the flags of its configuration or else of its class;
+    None if there is none."""
     for config_of in (lambda: tiny_version(candidate.config), lambda: tiny_config(type(candidate.config))):
         try:
             tiny = TinyModel(config_of(), candidate.make)

@@ -18,7 +18,6 @@ import torch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_FILE, ClusterProfile, LinkTimes
 from distca_hf.analysis.profiles.curves import kernel_times_of
-from distca_hf.analysis.profiles.layers import LayerSize
 from distca_hf.analysis.profiles.measure import Grid, Measuring
 from distca_hf.analysis.profiles.measure_links import MeasuringRanks
 from distca_hf.config import DistCAConfig, KernelName
@@ -151,7 +150,7 @@ def _measure(options: argparse.Namespace, command: str) -> None:
     elif model.size is None:
         raise ConfigError(f"--model {options.model}: its sizes are not known, so no layer of it can be measured")
     else:
-        grid = Grid.of_gpu(heads, LayerSize(model.size.hidden_size, round(model.size.mlp_size(model.heads)), *heads))
+        grid = Grid.of_gpu(heads, (model.size.hidden_size, round(model.size.mlp_size(model.heads)), *heads))
     world_size = launched_world_size()
     ranks = MeasuringRanks.open(launched_local_rank(), world_size, world_size // launched_nodes(), options.cpu)
     try:

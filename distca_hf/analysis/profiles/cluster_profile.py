@@ -47,12 +47,8 @@ def check_names(where: str, content: Mapping[str, Any], known: Collection[str]) 
 
 
 def read_dataclass(cls: Any, content: Mapping[str, Any]) -> Any:
-    """Returns a dataclass of JSON values; lists become tuples.
-
-    Raises:
-        UnknownNamesError: names are unknown.
-        TypeError, ValueError: names are missing, or a value is of another kind or out of range.
-    """
+    """Returns a dataclass of JSON values; lists become tuples. Raises UnknownNamesError if names are unknown;
+    TypeError or ValueError if names are missing, or a value is of another kind or out of range."""
     check_names(cls.__name__, content, {field.name for field in fields(cls)})
     found = cls(**{name: _as_tuples(value) for name, value in content.items()})
     for name, kind in get_type_hints(cls).items():
@@ -93,15 +89,9 @@ def check_positive(name: str, values: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class Made:
-    """Origin of a profile.
-
-    Attributes:
-        date: day and time, UTC.
-        device: name of the GPU, as torch calls it.
-        kernel: class of the attention kernel.
-        versions: of packages, CUDA and NCCL.
-        remarks: anything else that a reader of its figures has to know.
-    """
+    """Origin of a profile. `date`: day and time, UTC. `device`: name of the GPU, as torch calls it. `kernel`: class of
+    the attention kernel. `versions`: of packages, CUDA and NCCL. `remarks`: anything else that a reader has to
+    know."""
 
     date: str
     device: str
@@ -134,8 +124,8 @@ class AttentionTimes:
     head_dim: int
     window_tokens: int
     square_tokens: Numbers
-    square_forward: Numbers
-    square_backward: Numbers
+    square_forward: Numbers = ()
+    square_backward: Numbers = ()
     prefix_queries: Numbers = ()
     prefix_keys: Numbers = ()
     prefix_forward: Table = ()
@@ -144,14 +134,12 @@ class AttentionTimes:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of a decoder layer without core attention: projections, MLP, norms, rotary embeddings, sums.
+    """Seconds of a decoder layer without core attention: projections, gated MLP, norms, rotary embeddings, sums.
 
     Attributes:
-        hidden_size, mlp_size, heads, kv_heads, head_dim: of a gated MLP and its attention.
         liger: whether norms, rotary embeddings and the MLP are Liger's kernels.
         tokens: `[sizes]` tokens of a call.
-        forward: `[sizes]` seconds of a pass that keeps nothing, as under activation checkpointing.
-        kept: `[sizes]` seconds of a pass that keeps what backward needs.
+        forward, kept: `[sizes]` seconds of a pass that keeps nothing, and of one that keeps what backward needs.
         backward: `[sizes]` seconds of backward only.
     """
 
@@ -162,9 +150,9 @@ class LayerTimes:
     head_dim: int
     liger: bool
     tokens: Numbers
-    forward: Numbers
-    kept: Numbers
-    backward: Numbers
+    forward: Numbers = ()
+    kept: Numbers = ()
+    backward: Numbers = ()
 
 
 @dataclass(frozen=True)
@@ -219,16 +207,9 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """Everything that was measured on a cluster.
-
-    Attributes:
-        made: origin.
-        attention: tables of the kernel, full attention of all heads first.
-        layers: of layers of several sizes.
-        rates: everything else of a GPU.
-        within_node, between_nodes: links; None if not measured.
-        source: file or name that it was read from.
-    """
+    """Everything that was measured on a cluster. `attention`: full attention of all heads first. `layers`: of several
+    sizes. `within_node`, `between_nodes`: links; None if not measured. `source`: file or name that it was read
+    from."""
 
     made: Made
     attention: tuple[AttentionTimes, ...]
@@ -244,11 +225,8 @@ class ClusterProfile:
 
     @classmethod
     def load(cls, path: Path) -> "ClusterProfile":
-        """Reads a file that `profiles.__main__.write` wrote.
-
-        Raises:
-            ConfigError: the file cannot be read, is not a cluster profile, or has another schema.
-        """
+        """Reads a file that `profiles.__main__.write` wrote. Raises ConfigError if it cannot be read, is not a cluster
+        profile, or has another schema."""
         try:
             with path.open("rb") as file:
                 content = json.loads(read_at_most(file, MOST_BYTES))

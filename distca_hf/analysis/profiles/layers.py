@@ -13,7 +13,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,13 +80,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class TaskSize:
-    """One kind of task.
-
-    Attributes:
-        prefix: keys of its prefix; 0 for a square, whose keys are as many as its queries.
-        heads, kv_heads: of the call.
-        window_tokens: sliding window of a square; 0 for none.
-    """
+    """One kind of task. `prefix`: keys of its prefix; 0 for a square, whose keys are as many as its queries.
+    `window_tokens`: sliding window of a square; 0 for none."""
 
     queries: int
     prefix: int
@@ -163,17 +158,6 @@ class AttentionBench:
         return torch.randn(rows, heads, self.head_dim, device=self.clock.device, dtype=self.dtype)
 
 
-@dataclass(frozen=True)
-class LayerSize:
-    """Sizes of a decoder layer with a gated MLP."""
-
-    hidden_size: int
-    mlp_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
 class StoredOutput(torch.autograd.Function):
     """Returns a stored output; gradients of queries, keys and values are the output's, without a copy."""
 
@@ -203,14 +187,13 @@ class LayerBench:
     clock: Clock
     dtype: torch.dtype
 
-    def layer(self, size: LayerSize, tokens: tuple[int, ...], liger: bool) -> LayerTimes:
-        """Returns the times of a layer for calls of these ascending numbers of tokens."""
-        rows = [self._layer_seconds(size, number, liger) for number in tokens]
+    def layer(self, sizes: LayerTimes) -> LayerTimes:
+        """Returns a layer with its times."""
+        rows = [self._layer_seconds(sizes, int(tokens)) for tokens in sizes.tokens]
         forward, kept, backward = (tuple(column) for column in zip(*rows, strict=True))
-        sizes = (size.hidden_size, size.mlp_size, size.heads, size.kv_heads, size.head_dim)
-        return LayerTimes(*sizes, liger, tuple(map(float, tokens)), forward, kept, backward)
+        return replace(sizes, forward=forward, kept=kept, backward=backward)
 
-    def _layer_seconds(self, size: LayerSize, tokens: int, liger: bool) -> tuple[float, float, float]:
+    def _layer_seconds(self, size: LayerTimes, tokens: int) -> tuple[float, float, float]:
         device = self.clock.device
         stored = torch.randn(1, tokens, size.heads, size.head_dim, device=device, dtype=self.dtype)
 
@@ -233,7 +216,7 @@ class LayerBench:
             rotary = LlamaRotaryEmbedding(config)
             positions = torch.arange(tokens)[None]
             hidden = torch.randn(1, tokens, size.hidden_size, dtype=self.dtype, requires_grad=True)
-        if liger:
+        if size.liger:
             use_liger(layer)
         embeddings = rotary(hidden, positions)
 

@@ -25,57 +25,50 @@ from distca_hf.analysis.profiles.cluster_profile import (
     Made,
 )
 from distca_hf.analysis.profiles.curves import Curve, Notes
-from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, LayerSize, TaskSize, has_liger
-from distca_hf.analysis.profiles.measure_links import FEWEST_CALLS, MeasuringRanks, OnOwnStream
+from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, TaskSize, has_liger
+from distca_hf.analysis.profiles.measure_links import FEWEST_CALLS, MeasuringRanks, on_own_stream
 from distca_hf.config import KernelName
 from distca_hf.version import __version__, installed_versions
 
 
 MIB = 1 << 20
-# Layers of models of 4, 8 and 70 billion weights; others are estimated from the nearest.
-GPU_LAYERS = (
-    LayerSize(4096, 14_336, 32, 8, 128),
-    LayerSize(2560, 9728, 32, 8, 128),
-    LayerSize(8192, 28_672, 64, 8, 128),
+# Layers of models of 4, 8 and 70 billion weights; others are estimated from the nearest. For each hidden size, size of
+# the MLP, heads, KV heads, and the dimension of a head.
+LayerSizes = tuple[int, int, int, int, int]
+GPU_LAYERS: tuple[LayerSizes, ...] = (
+    (4096, 14_336, 32, 8, 128),
+    (2560, 9728, 32, 8, 128),
+    (8192, 28_672, 64, 8, 128),
 )
-CPU_LAYER = LayerSize(64, 128, 4, 2, 16)
+CPU_LAYER: LayerSizes = (64, 128, 4, 2, 16)
 # Tokens of a call of a layer. Wider layers have less room.
 LAYER_TOKENS, WIDE_LAYER_TOKENS, WIDE = (4096, 16_384, 65_536), (4096, 16_384, 32_768), 6144
 
 
-@dataclass(frozen=True)
-class TableSizes:
-    """Sizes of one table of the kernel's times, see `AttentionTimes`: heads of a call, queries of squares, and queries
-    and keys of prefixes."""
+def _floats(sizes: Sequence[int]) -> tuple[float, ...]:
+    return tuple(map(float, sizes))
 
-    heads: int
-    kv_heads: int
-    squares: tuple[int, ...]
-    prefix_queries: tuple[int, ...] = ()
-    prefix_keys: tuple[int, ...] = ()
-    window_tokens: int = 0
 
-    def task(self, queries: int, prefix: int = 0) -> TaskSize:
-        return TaskSize(queries, prefix, self.heads, self.kv_heads, self.window_tokens)
+def tasks_of(table: AttentionTimes) -> list[TaskSize]:
+    """Returns the tasks of a table: squares, then prefixes, for one number of queries after another."""
+    heads = table.heads, table.kv_heads
+    squares = [TaskSize(int(queries), 0, *heads, table.window_tokens) for queries in table.square_tokens]
+    prefixes = [TaskSize(int(rows), int(keys), *heads) for rows in table.prefix_queries for keys in table.prefix_keys]
+    return [*squares, *prefixes]
 
-    @property
-    def tasks(self) -> list[TaskSize]:
-        prefixes = [self.task(queries, keys) for queries in self.prefix_queries for keys in self.prefix_keys]
-        return [*map(self.task, self.squares), *prefixes]
 
-    def table(self, seconds: Mapping[TaskSize, tuple[float, float]], head_dim: int) -> AttentionTimes:
-        """Returns the table, from seconds of forward and backward of all tasks."""
-        squares = [[seconds[self.task(queries)][of] for queries in self.squares] for of in (0, 1)]
-        prefixes = [
-            [[seconds[self.task(queries, keys)][of] for keys in self.prefix_keys] for queries in self.prefix_queries]
-            for of in (0, 1)
-        ]
-        return AttentionTimes(
-            *(self.heads, self.kv_heads, head_dim, self.window_tokens),
-            *(tuple(map(float, self.squares)), tuple(squares[0]), tuple(squares[1])),
-            *(tuple(map(float, self.prefix_queries)), tuple(map(float, self.prefix_keys))),
-            *(tuple(map(tuple, rows)) for rows in prefixes),
-        )
+def filled(table: AttentionTimes, seconds: Mapping[TaskSize, tuple[float, float]]) -> AttentionTimes:
+    """Returns a table with seconds of forward and backward of all of its tasks."""
+    num_squares, num_keys, tasks = len(table.square_tokens), len(table.prefix_keys), tasks_of(table)
+    forward, backward = (tuple(seconds[task][of_pass] for task in tasks) for of_pass in (0, 1))
+    rows = [slice(first, first + num_keys) for first in range(num_squares, len(tasks), max(1, num_keys))]
+    return replace(
+        table,
+        square_forward=forward[:num_squares],
+        square_backward=backward[:num_squares],
+        prefix_forward=tuple(forward[row] for row in rows),
+        prefix_backward=tuple(backward[row] for row in rows),
+    )
 
 
 @dataclass(frozen=True)
@@ -83,41 +76,42 @@ class Grid:
     """Sizes to measure.
 
     Attributes:
-        head_dim: dimension of a head.
-        tables: of all heads, of one KV head and its query heads, and of sliding windows.
+        tables: of all heads, of one KV head and its query heads, and of sliding windows; without times.
         call_tokens: queries and keys of a call of short tasks.
-        layers: each with tokens of a call.
+        layers: without times.
         rates: rows of a square matrix; hidden size, tokens and vocabulary of the head.
-        num_bytes: bytes that ranks send each other.
-        task_meanwhile: task that runs while exchanges are measured.
-        products_meanwhile: number of matrix products that run while collectives are measured.
+        task_meanwhile, products_meanwhile: a task, and a number of products, that run while links are measured.
     """
 
-    head_dim: int
-    tables: tuple[TableSizes, ...]
+    tables: tuple[AttentionTimes, ...]
     call_tokens: tuple[int, int]
-    layers: tuple[tuple[LayerSize, tuple[int, ...]], ...]
+    layers: tuple[LayerTimes, ...]
     rates: tuple[int, int, int, int]
     num_bytes: tuple[int, ...]
     task_meanwhile: TaskSize
     products_meanwhile: int
 
     @classmethod
-    def of_gpu(cls, heads: tuple[int, int, int], layer: LayerSize) -> "Grid":
+    def of_gpu(cls, heads: tuple[int, int, int], layer: LayerSizes) -> "Grid":
         """Returns the sizes for a GPU, and a model with these heads and this layer."""
         query, key_value, head_dim = heads
-        layers = (layer, *(other for other in GPU_LAYERS if other != layer))
         queries, keys = (128, 512, 2048, 8192, 32_768, 65_536), (512, 2048, 8192, 32_768, 131_072, 262_144)
-        group = TableSizes(query // key_value, 1, (2048, 8192, 32_768, 131_072), queries[2:5], keys[2:5])
+        whole, few = _floats((*queries, 131_072)), _floats((2048, 8192, 32_768, 131_072))
+        rows, columns = _floats(queries), _floats(keys)
+        group = AttentionTimes(
+            query // key_value, 1, head_dim, 0, few, prefix_queries=rows[2:5], prefix_keys=columns[2:5]
+        )
         return cls(
-            head_dim,
             (
-                TableSizes(query, key_value, (*queries, 131_072), queries, keys),
+                AttentionTimes(query, key_value, head_dim, 0, whole, prefix_queries=rows, prefix_keys=columns),
                 *([group] if key_value > 1 else []),
-                *(TableSizes(query, key_value, group.squares, window_tokens=window) for window in (1024, 4096)),
+                *(AttentionTimes(query, key_value, head_dim, window, few) for window in (1024, 4096)),
             ),
             call_tokens=(65_536, 524_288),
-            layers=tuple((size, WIDE_LAYER_TOKENS if size.hidden_size > WIDE else LAYER_TOKENS) for size in layers),
+            layers=tuple(
+                LayerTimes(*sizes, False, _floats(WIDE_LAYER_TOKENS if sizes[0] > WIDE else LAYER_TOKENS))
+                for sizes in dict.fromkeys((layer, *GPU_LAYERS))
+            ),
             rates=(8192, 4096, 8192, 32_000),
             num_bytes=(MIB // 16, MIB // 2, 4 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB),
             task_meanwhile=TaskSize(32_768, 0, query, key_value),
@@ -128,14 +122,14 @@ class Grid:
     def of_cpu(cls, heads: tuple[int, int, int]) -> "Grid":
         """Returns the sizes for a CPU."""
         query, key_value, head_dim = heads
-        sizes = (32, 128)
-        group = TableSizes(query // key_value, 1, sizes, (32,), sizes)
-        window = TableSizes(query, key_value, sizes, window_tokens=16)
+        sizes = _floats((32, 128))
+        group = AttentionTimes(query // key_value, 1, head_dim, 0, sizes, prefix_queries=sizes[:1], prefix_keys=sizes)
+        window = AttentionTimes(query, key_value, head_dim, 16, sizes)
+        whole = AttentionTimes(query, key_value, head_dim, 0, sizes, prefix_queries=sizes, prefix_keys=sizes)
         return cls(
-            head_dim,
-            (TableSizes(query, key_value, sizes, sizes, sizes), *([group] if key_value > 1 else []), window),
+            (whole, *([group] if key_value > 1 else []), window),
             call_tokens=(128, 256),
-            layers=((CPU_LAYER, sizes),),
+            layers=(LayerTimes(*CPU_LAYER, False, sizes),),
             rates=(128, 64, 32, 1000),
             num_bytes=(4096, 65_536),
             task_meanwhile=TaskSize(128, 0, query, key_value),
@@ -145,12 +139,12 @@ class Grid:
     @property
     def heads(self) -> tuple[int, int, int]:
         """Query heads, KV heads, and the dimension of a head."""
-        return self.tables[0].heads, self.tables[0].kv_heads, self.head_dim
+        return self.tables[0].heads, self.tables[0].kv_heads, self.tables[0].head_dim
 
     @cached_property
     def tasks(self) -> list[TaskSize]:
         """All tasks, most work first: ranks then get about equal work."""
-        tasks = [task for table in self.tables for task in table.tasks]
+        tasks = [task for table in self.tables for task in tasks_of(table)]
         return sorted(tasks, key=lambda size: (-size.queries * size.keys * size.heads, size.window_tokens))
 
 
@@ -164,12 +158,10 @@ class MeasuringProgress:
         self._shown, self._total, self._done = shown, total, 0
 
     def over(self, label: str, items: Sequence[T]) -> Iterator[T]:
-        """Yields items, and counts how many are done."""
         if self._shown and items:
             sys.stderr.write(f"measuring {label} ({self._done} of {self._total} done)\n")
-        for item in items:
-            yield item
-            self._done += 1
+        self._done += len(items)
+        yield from items
 
 
 # Seconds of matrix products before anything is timed.
@@ -193,12 +185,12 @@ class Measuring:
         attention = AttentionBench.choose(clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
         mine = self.grid.tasks[self.ranks.rank :: self.ranks.num_ranks]
         kernels = (False, True) if has_liger() and self.ranks.device.type == "cuda" else (False,)
-        layers = [(size, tokens, liger) for size, tokens in self.grid.layers for liger in kernels]
+        layers = [replace(layer, liger=liger) for layer in self.grid.layers for liger in kernels]
         progress = MeasuringProgress(self.ranks.rank == 0, len(mine) + len(layers) + 1 + len(links))
         bench = LayerBench(clock, dtype)
         clock.busy(partial(bench.matrix_flops, self.grid.rates[0]), WARM_UP_SECONDS[clock.device.type])
         seconds = {size: attention.seconds(size) for size in progress.over("attention", mine)}
-        times = [bench.layer(*layer) for layer in progress.over("layers", layers)]
+        times = [bench.layer(layer) for layer in progress.over("layers", layers)]
         rates = [bench.rates(*self.grid.rates) for _ in progress.over("rates", [None])]
         within, between = self._links(attention, progress)
         made, tables = self._made(type(attention.kernel).__name__), self._tables(seconds)
@@ -237,27 +229,20 @@ class Measuring:
         for rank, values in enumerate(every):
             for at, size in enumerate(self.grid.tasks[rank :: self.ranks.num_ranks]):
                 seconds[size] = values[2 * at], values[2 * at + 1]
-        return tuple(table.table(seconds, self.grid.head_dim) for table in self.grid.tables)
+        return tuple(filled(table, seconds) for table in self.grid.tables)
 
     def _mean(self, values: Sequence[float]) -> list[float]:
         every = self.ranks.gathered(values, "times of layers")
         return [statistics.fmean(column) for column in zip(*every, strict=True)]
 
     def _mean_layer(self, layer: LayerTimes) -> LayerTimes:
-        of_passes = (layer.forward, layer.kept, layer.backward)
-        forward, kept, backward = (tuple(self._mean(seconds)) for seconds in of_passes)
+        forward, kept, backward = (tuple(self._mean(x)) for x in (layer.forward, layer.kept, layer.backward))
         return replace(layer, forward=forward, kept=kept, backward=backward)
 
     def _mean_rates(self, rates: DeviceRates) -> DeviceRates:
         inverse = self._mean([1 / rates.matrix_flops * 1e9, 1 / rates.copy_bytes * 1e6])
         optimizer, head = self._mean([rates.optimizer_seconds * 1e6, rates.head_seconds])
-        return replace(
-            rates,
-            matrix_flops=1e9 / inverse[0],
-            copy_bytes=1e6 / inverse[1],
-            optimizer_seconds=optimizer / 1e6,
-            head_seconds=head,
-        )
+        return DeviceRates(1e9 / inverse[0], 1e6 / inverse[1], optimizer / 1e6, head, rates.head_hidden_size)
 
     # Links.
 
@@ -305,7 +290,7 @@ class Measuring:
         num_bytes = _bytes_within(target, sizes, all_gather)
         gather = ranks.all_gather(num_bytes, between)
         gather_seconds = ranks.slowest(gather, FEWEST_CALLS, "measuring an all-gather")
-        products_beside = ranks.delay_of(products, OnOwnStream(gather, ranks.device), gather_seconds)
+        products_beside = ranks.delay_of(products, on_own_stream(gather, ranks.device), gather_seconds)
         number = ranks.num_ranks if between else ranks.ranks_per_node
         times = (exchange, all_gather, reduce_scatter, attention_beside, products_beside)
         of_a_node = ranks.ranks_per_node if between or ranks.has_several_nodes else 1

@@ -29,67 +29,43 @@ ROW_BYTES = 1024
 ALIGNED_NUMBERS = 64
 
 
-class Exchanges:
-    """Exchanges of one size, which are made repeatedly while kernels run.
-
-    Args:
-        transport: the product's.
-        device: of this rank.
-        num_bytes: that this rank sends and receives, if it does.
-        to, by: ranks that it sends to, and receives from, the same to and from each.
-    """
-
-    def __init__(
-        self, transport: Transport, device: torch.device, num_bytes: int, to: Sequence[int], by: Sequence[int]
-    ) -> None:
-        self._transport = transport
-        self._sends, self._receives = (_rows_of(num_bytes, peers, transport.world_size) for peers in (to, by))
-        rows, into = (
-            torch.zeros(sum(counts), ROW_BYTES // 2, device=device, dtype=torch.bfloat16)
-            for counts in (self._sends, self._receives)
-        )
-        self._rows, self._into = rows, into
-        self._exchange = self._transport.exchange(self._asked())
-
-    def _asked(self) -> AllToAll:
-        return AllToAll(self._rows, self._sends, self._receives, "measuring an exchange", self._into)
-
-    def start(self) -> None:
-        self._exchange = self._transport.exchange(self._asked())
-
-    def wait(self) -> None:
-        self._exchange.wait()
-
-    def run(self) -> None:
-        self.start()
-        self.wait()
+# Starts sending, and returns a call that waits until it is done.
+Start = Callable[[], Callable[[], object]]
 
 
-class OnOwnStream:
-    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs nothing runs at the same time."""
+def exchanges_of(
+    transport: Transport, device: torch.device, num_bytes: int, to: Sequence[int], by: Sequence[int]
+) -> Start:
+    """Prepares exchanges of this many bytes through the product's transport, which are made repeatedly. `to`, `by`:
+    ranks that this one sends to, and receives from, the same to and from each."""
+    sends, receives = (_rows_of(num_bytes, peers, transport.world_size) for peers in (to, by))
+    rows, into = (
+        torch.zeros(sum(counts), ROW_BYTES // 2, device=device, dtype=torch.bfloat16) for counts in (sends, receives)
+    )
+    asked = AllToAll(rows, sends, receives, "measuring an exchange", into)
+    return lambda: transport.exchange(asked).wait
 
-    def __init__(self, run: Callable[[], object], device: torch.device) -> None:
-        self._run, self._stream = run, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def start(self) -> None:
-        if self._stream is None:
-            self._run()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._run()
+def on_own_stream(run: Callable[[], object], device: torch.device) -> Start:
+    """Prepares a collective on a stream of high priority, as FSDP gathers weights; on CPUs nothing runs meanwhile."""
+    stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def wait(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+    def start() -> Callable[[], object]:
+        if stream is None:
+            run()
+            return lambda: None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        return lambda: torch.cuda.current_stream().wait_stream(stream)
+
+    return start
 
 
 def ring_sends(num_bytes: int, to: int, by: int, device: torch.device) -> Callable[[], object]:
-    """Returns a call that sends keys and values of this many bytes to a rank, and receives as many from another.
-
-    They go over the default group, as in published rings. With NCCL these pairs of calls are faster than an all-to-all
-    with bytes for only one rank.
-    """
+    """Returns a call that sends keys and values of this many bytes to a rank, and receives as many from another. They
+    go over the default group, as in published rings: with NCCL these pairs of calls are faster than an all-to-all with
+    bytes for only one rank."""
     own, others = (
         [torch.zeros(part_elements(num_bytes // 2, 2), device=device, dtype=torch.bfloat16) for _ in "kv"]
         for _ in range(2)
@@ -145,14 +121,8 @@ def _synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class MeasuringRanks:
-    """The ranks of a job, and the wires between them.
-
-    Attributes:
-        transport: the product's, over all ranks.
-        device: of this rank.
-        ranks_per_node: ranks that share a node.
-        node_group: for collectives among the ranks of this rank's node; None stands for all ranks.
-    """
+    """The ranks of a job, and the wires between them. `transport`: the product's, over all ranks. `node_group`: for
+    collectives among the ranks of this rank's node; None stands for all ranks."""
 
     transport: Transport
     device: torch.device
@@ -161,11 +131,8 @@ class MeasuringRanks:
 
     @classmethod
     def open(cls, local_rank: int, world_size: int, ranks_per_node: int, use_cpu: bool) -> "MeasuringRanks":
-        """Opens process groups over all launched ranks; a single rank needs none.
-
-        Raises:
-            ConfigError: nodes have unequal numbers of ranks, or a GPU is missing.
-        """
+        """Opens process groups over all launched ranks; a single rank needs none. Raises ConfigError if nodes have
+        unequal numbers of ranks, or a GPU is missing."""
         device = torch.device("cpu") if use_cpu else torch.device("cuda", local_rank)
         if not use_cpu:
             if local_rank >= torch.cuda.device_count():
@@ -236,10 +203,10 @@ class MeasuringRanks:
             if rank != self.rank and (rank // self.ranks_per_node != node) == between_nodes
         ]
 
-    def exchange(self, num_bytes: int, between_nodes: bool) -> Exchanges:
+    def exchange(self, num_bytes: int, between_nodes: bool) -> Start:
         """Prepares exchanges in which every rank sends and receives this many bytes, the same to each peer."""
         peers = self.peers(between_nodes)
-        return self._exchanges(num_bytes, peers, peers)
+        return exchanges_of(self.transport, self.device, num_bytes, peers, peers)
 
     def to_next(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
         """Prepares what a ring does: every rank sends keys and values of this many bytes to the next one, of its node
@@ -248,22 +215,20 @@ class MeasuringRanks:
         before, after = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
         return ring_sends(num_bytes, after, before, self.device)
 
-    def one_way(self, num_bytes: int, between_nodes: bool) -> Exchanges:
+    def one_way(self, num_bytes: int, between_nodes: bool) -> Start:
         """Prepares exchanges in which every second rank sends this many bytes, the same to each of the others, which
         receive as many; if ranks are odd in number, the last one does nothing."""
         place, places = self._place(between_nodes)
         halves = [[self._rank_at(at, between_nodes) for at in range(first, places // 2 * 2, 2)] for first in (0, 1)]
-        if place >= places // 2 * 2:
-            return self._exchanges(num_bytes, [], [])
-        return self._exchanges(num_bytes, [] if place % 2 else halves[1], halves[0] if place % 2 else [])
+        is_odd_one = place >= places // 2 * 2
+        to = [] if is_odd_one or place % 2 else halves[1]
+        by = halves[0] if place % 2 and not is_odd_one else []
+        return exchanges_of(self.transport, self.device, num_bytes, to, by)
 
-    def exchange_seconds(self, exchanges: Exchanges, num_bytes: int) -> float:
+    def exchange_seconds(self, exchanges: Start, num_bytes: int) -> float:
         """Times exchanges of this many bytes through the product's transport."""
         calls = max(FEWEST_CALLS, min(MOST_CALLS, SERIES_BYTES // max(1, num_bytes)))  # the same on all ranks
-        return self.slowest(exchanges.run, calls, "measuring an exchange")
-
-    def _exchanges(self, num_bytes: int, to: Sequence[int], by: Sequence[int]) -> Exchanges:
-        return Exchanges(self.transport, self.device, num_bytes, to, by)
+        return self.slowest(lambda: exchanges()(), calls, "measuring an exchange")
 
     def _place(self, between_nodes: bool) -> tuple[int, int]:
         """Returns the place of this rank in its node and the ranks of a node, or of its node among the nodes and the
@@ -278,32 +243,32 @@ class MeasuringRanks:
 
     def all_gather(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
         """Prepares all-gathers in which every rank receives this many bytes from others."""
-        group, ranks = self._group(between_nodes)
-        part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
-        whole = part.new_empty(part.numel() * ranks)
+        part, whole, group = self._collective(num_bytes, between_nodes)
         return lambda: ALL_GATHER(whole, part, group=group)
 
     def reduce_scatter(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
         """Prepares reduce-scatters in which every rank sends this many bytes to others."""
-        group, ranks = self._group(between_nodes)
-        part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
-        whole = part.new_zeros(part.numel() * ranks)
+        part, whole, group = self._collective(num_bytes, between_nodes)
         return lambda: REDUCE_SCATTER(part, whole, group=group)
 
-    def delay_of(self, kernels: Callable[[], object], send: Exchanges | OnOwnStream, send_seconds: float) -> float:
-        """Returns the seconds by which a second of sending delays kernels that run meanwhile. `kernels`: launches
-        them. `send`: starts sending, and waits for it. `send_seconds`: seconds of sending without kernels."""
+    def _collective(
+        self, num_bytes: int, between_nodes: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup | None]:
+        """Returns a rank's part and the parts of all ranks, and the group of these."""
+        is_whole = between_nodes or not self.has_several_nodes
+        group, ranks = (None, self.num_ranks) if is_whole else (self.node_group, self.ranks_per_node)
+        part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
+        return part, part.new_zeros(part.numel() * ranks), group
+
+    def delay_of(self, kernels: Callable[[], object], send: Start, send_seconds: float) -> float:
+        """Returns the seconds by which a second of sending delays kernels that are launched meanwhile. `send_seconds`:
+        of sending without kernels."""
         kernel_seconds = self.slowest(kernels, FEWEST_CALLS, "measuring kernels")
 
         def both() -> None:
-            send.start()
+            wait = send()
             kernels()
-            send.wait()
+            wait()
 
         together = self.slowest(both, FEWEST_CALLS, "measuring kernels during an exchange")
         return max(0.0, together - max(kernel_seconds, send_seconds)) / min(kernel_seconds, send_seconds)
-
-    def _group(self, between_nodes: bool) -> tuple[dist.ProcessGroup | None, int]:
-        if between_nodes or not self.has_several_nodes:
-            return None, self.num_ranks
-        return self.node_group, self.ranks_per_node

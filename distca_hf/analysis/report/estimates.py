@@ -36,12 +36,10 @@ from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace
 class Predictor:
     """Predicts the micro-batches of a run.
 
-    Args:
+    Attributes:
         named: profile for all ranks; None: the profile in the setting `kernel_times`, if it is in the run's folder
             and was measured on a rank's GPU; else the shipped one of that GPU.
-        folder: folder of the run. A trace may name any file; files outside the folder are not opened.
-
-    Attributes:
+        folder: of the run. A trace may name any file; files outside the folder are not opened.
         notes: everything that was extrapolated beyond measured sizes, or taken from other heads.
         unread: why files of the setting cannot be read.
     """

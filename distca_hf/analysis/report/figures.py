@@ -13,6 +13,8 @@ from distca_hf.arrays import ceil_div
 # Kind and version of the JSON that `distca report --json` prints.
 KIND, VERSION = "distca-report", 1
 
+# Lower limit of a pass, to divide by it.
+SHORTEST_SECONDS = 1e-9
 # A number of each rank; None if it is not known.
 OfRanks = Sequence[float | None]
 
@@ -23,9 +25,8 @@ class Seconds:
     attention servers after the ranks that hold tokens.
 
     Attributes:
-        rates: the profile, or the GPU, by which they are predicted; empty if nothing is predicted.
-        source: the same as text.
-        predicted_attention, predicted_rest: of attention, and of everything else except the optimizer.
+        rates, source: the profile or GPU by which they are predicted, and the same as text; empty if nothing is.
+        predicted_rest: of everything except attention and the optimizer.
         attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
             sending and merging; and everything else of the pass, including waiting in the framework's collectives.
         step: from the beginning of a micro-batch to the beginning of the next one.
@@ -46,10 +47,15 @@ class Seconds:
 
     @property
     def passed(self) -> np.ndarray:
-        """`[ranks]` measured seconds of the pass; NaN if they are not known."""
+        """`[ranks]` measured seconds of the pass, to divide by; NaN if they are not known."""
         parts = (self.attention, self.waiting, self.exchange, self.rest)
-        passed: np.ndarray = np.sum([numbers_of(part) for part in parts], axis=0)
-        return passed
+        return np.maximum(np.sum([numbers_of(part) for part in parts], axis=0), SHORTEST_SECONDS)
+
+    @property
+    def busy(self) -> np.ndarray:
+        """`[ranks]` seconds of computing and sending in attention."""
+        busy: np.ndarray = numbers_of(self.attention) + numbers_of(self.exchange)
+        return busy
 
 
 def numbers_of(of_ranks: OfRanks) -> np.ndarray:
@@ -59,8 +65,8 @@ def numbers_of(of_ranks: OfRanks) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CallOfRanks:
-    """One attention call, of several ranks side by side. `window_tokens`: of its sliding window; 0 without one.
-    `ranks`: number of each rank, and its spans: use of time, and microseconds."""
+    """One attention call, of several ranks side by side: of each its number, and uses of time with microseconds.
+    `window_tokens`: 0 without a sliding window."""
 
     part: str
     layer: int
@@ -70,13 +76,8 @@ class CallOfRanks:
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """Memory of a rank, or of a way to train.
-
-    Attributes:
-        label: name of the rank or way.
-        parts: name and bytes of each.
-        limit_bytes: available bytes; 0 if unknown.
-    """
+    """Memory of a rank, or of a way to train: name and bytes of each part, and available bytes; 0 if they are
+    unknown."""
 
     label: str
     parts: Sequence[tuple[str, float]]
@@ -101,20 +102,18 @@ class StepFigures:
     """One micro-batch.
 
     Attributes:
-        label: its name in the list of steps.
         before, after: text for the order of documents in `work_before`, and in `work`.
         work_before, work: `[ranks]` attended pairs in one layer. Attention servers are the last of `work`.
-        tokens: `[ranks]` tokens that each rank holds.
-        tokens_before: `[ranks]` tokens of each batch, with documents as in `work_before`; empty if unknown.
+        tokens, tokens_before: `[ranks]` tokens that each rank holds, and that its batch has; the latter may be
+            empty.
         step_work_before, step_work: `[ranks]` operations of a step, of ranks that hold tokens; empty if unknown.
         num_ranks: ranks that hold tokens.
         servers: numbers of the attention servers after them.
         speeds: `[ranks]` relative speeds of the ranks of `work`; empty if all are equal.
         sent: (source, destination, bytes) of one layer's forward pass.
-        nodes_sent: number of nodes, if source and destination are nodes because there are too many ranks; attention
-            servers are numbered after them. 0: they are ranks.
+        nodes_sent: number of nodes, if source and destination are nodes because there are too many ranks;
+            attention servers are numbered after them. 0: they are ranks.
         missing: ranks whose traces are missing, servers after the ranks that hold tokens.
-        facts: names and values of further facts.
         findings: sentences: balance, the rank that others wait for, and why.
         seconds, calls, memory: empty if nothing was measured or predicted.
     """
@@ -161,15 +160,9 @@ def imbalance(work: Sequence[float], speeds: Sequence[float] = ()) -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """A page.
-
-    Attributes:
-        source: path that was read.
-        steps: micro-batches, in their order.
-        notes: sentences about missing or omitted parts.
-        tables: figures that do not belong to one micro-batch.
-        begin_with: number of the step that is shown first, and that the command prints.
-    """
+    """A page. `source`: path that was read. `notes`: sentences about missing or omitted parts. `tables`: figures that
+    do not belong to one micro-batch. `begin_with`: number of the step that is shown first, and that the command
+    prints."""
 
     title: str
     source: str
@@ -214,23 +207,25 @@ def spread(count: int, most: int) -> list[int]:
 
 def chosen_calls(calls: Sequence[CallOfRanks], num_ranks: int) -> list[CallOfRanks]:
     """Returns calls of a few layers: for every part of a pass, the calls in which ranks wait longest; and for each
-    call the ranks that wait longest and shortest, and some between them. Attention servers, after `num_ranks` ranks,
-    take up to half of the places."""
-
-    def waiting_us(call: CallOfRanks) -> float:  # of all ranks together
-        return sum(us for _, spans in call.ranks for use, us in spans if use == "wait")
+    call the ranks that wait longest and shortest, and some between them. Attention servers take up to half of the
+    places."""
 
     chosen = []
     for part in dict.fromkeys(call.part for call in calls):
-        of_part = sorted((call for call in calls if call.part == part), key=waiting_us, reverse=True)
+        of_part = [call for call in calls if call.part == part]
+        of_part.sort(key=lambda call: sum(map(_waiting_us, call.ranks)), reverse=True)
         chosen += [_with_few_ranks(call, num_ranks) for call in of_part[:MOST_LAYERS]]
     return chosen
+
+
+def _waiting_us(of_rank: tuple[int, Sequence[tuple[str, float]]]) -> float:
+    return sum(us for use, us in of_rank[1] if use == "wait")
 
 
 def _with_few_ranks(call: CallOfRanks, num_ranks: int) -> CallOfRanks:
     if len(call.ranks) <= MOST_TIMELINE_RANKS:
         return call
-    by_waiting = sorted(call.ranks, key=lambda of_rank: sum(us for use, us in of_rank[1] if use == "wait"))
+    by_waiting = sorted(call.ranks, key=_waiting_us)
     servers = [of_rank for of_rank in by_waiting if of_rank[0] >= num_ranks]
     others = [of_rank for of_rank in by_waiting if of_rank[0] < num_ranks]
     places = max(MOST_TIMELINE_RANKS // 2, MOST_TIMELINE_RANKS - len(others))
@@ -243,9 +238,8 @@ def in_nodes(
     sent: Sequence[tuple[int, int, float]], num_ranks: int, num_servers: int, ranks_per_node: int
 ) -> tuple[int, list[tuple[int, int, float]]]:
     """Returns a number of nodes and (source, destination, bytes): of ranks and 0 nodes, or of nodes if there are too
-    many ranks. Attention servers are never summed: they come after the ranks, or after the nodes. `num_ranks`: ranks
-    that hold tokens; servers have the numbers after them. `num_servers`: attention servers. `ranks_per_node`: ranks
-    that share a node, of those that hold tokens."""
+    many ranks. Attention servers are never summed: they come after the `num_ranks` ranks that hold tokens, or after
+    their nodes."""
     if num_ranks + num_servers <= MOST_MATRIX_RANKS or ranks_per_node == 1:
         return 0, list(sent)
     num_nodes = ceil_div(num_ranks, ranks_per_node)

@@ -155,14 +155,9 @@ PAGE = Path("report.html")
 
 
 def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | None = None) -> None:
-    """Runs `distca report`. Prints output at the very end: nothing is printed before an error.
-
-    Args:
-        source: a folder of traces, a file of JSON, or "-" for standard input.
-        output: the page to write; by default `report.html`, and with `as_json` none.
-        as_json: prints all figures as one JSON object.
-        cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
-    """
+    """Runs `distca report` on a folder of traces, a file of JSON, or "-" for standard input. Prints output at the very
+    end: nothing is printed before an error. `output`: the page; by default `report.html`, and with `as_json` none.
+    `cluster`: see `read_source`."""
     report = read_source(source, cluster)
     page = output or (None if as_json else PAGE)
     size = 0 if page is None else write_page(fitted(report), page, named=output is not None)

@@ -27,8 +27,6 @@ _Call = tuple[PassPart, int]
 LITTLE_WAITING = 0.01
 # Smallest factor over another number that counts as more work, or as slower.
 NOTABLE = 1.05
-# Lower limit of a pass, to divide by it.
-SHORTEST_SECONDS = 1e-9
 
 
 def balance_in_words(before: str, after: str, work_before: Sequence[float], work: Sequence[float]) -> str:
@@ -90,7 +88,7 @@ def waited_for(num_ranks: int, seconds: Seconds) -> int | None:
         return None
     last, first = int(np.nanargmin(waited)), int(np.nanargmax(waited))
     longer = waited[first] - waited[last]
-    return last if longer >= LITTLE_WAITING * max(seconds.passed[first], SHORTEST_SECONDS) else None
+    return last if longer >= LITTLE_WAITING * seconds.passed[first] else None
 
 
 def longest_waiting(num_ranks: int, seconds: Seconds) -> float:
@@ -98,7 +96,7 @@ def longest_waiting(num_ranks: int, seconds: Seconds) -> float:
     waited = numbers_of(seconds.waiting)[:num_ranks]
     if np.isnan(waited).all():
         return 0.0
-    return float(np.nanmax(waited / np.maximum(seconds.passed[:num_ranks], SHORTEST_SECONDS)))
+    return float(np.nanmax(waited / seconds.passed[:num_ranks]))
 
 
 def most_telling(steps: Sequence[StepFigures]) -> int:
@@ -171,12 +169,10 @@ def summary_of(steps: Sequence[StepFigures]) -> list[str]:
             servers[step.servers[server - step.num_ranks]] += 1
         elif rank is not None:
             waited[rank] += 1
-    if waited:
-        rank, count = max(waited.items(), key=lambda found: (found[1], -found[0]))
-        sentences.append(f"Others wait for rank {rank} in {count} of them.")
-    if servers:
-        number, count = max(servers.items(), key=lambda found: (found[1], -found[0]))
-        sentences.append(f"Trainers wait for server {number} in {count} of them.")
+    for counts, opening in ((waited, "Others wait for rank"), (servers, "Trainers wait for server")):
+        if counts:
+            number, count = max(counts.items(), key=lambda found: (found[1], -found[0]))
+            sentences.append(f"{opening} {number} in {count} of them.")
     return [*sentences, *_servers_of(steps)]
 
 
@@ -186,7 +182,7 @@ def _servers_of(steps: Sequence[StepFigures]) -> list[str]:
     for step in steps:
         if step.seconds is not None and step.seconds.waiting_for_servers:
             shares.append(shares_of_servers(step.num_ranks, step.seconds)[:, 0])
-            passed = np.maximum(step.seconds.passed[: step.num_ranks], SHORTEST_SECONDS)
+            passed = step.seconds.passed[: step.num_ranks]
             waits.append(numbers_of(step.seconds.waiting_for_servers) / passed)
     busy, waited = (of[~np.isnan(of)] for of in (np.concatenate(shares), np.concatenate(waits)))
     if not len(busy) or not len(waited):
@@ -229,17 +225,10 @@ def slow_server(num_ranks: int, seconds: Seconds) -> int | None:
     waited = numbers_of(seconds.waiting_for_servers)
     if not len(waited) or np.isnan(waited).all():
         return None
-    passed = np.maximum(seconds.passed[:num_ranks], SHORTEST_SECONDS)
-    busy = _busy(seconds)
+    busy = seconds.busy
     server = num_ranks + int(np.nanargmax(busy[num_ranks:]))
-    all_wait = np.nanmin(waited / passed) >= LITTLE_WAITING
+    all_wait = np.nanmin(waited / seconds.passed[:num_ranks]) >= LITTLE_WAITING
     return server if all_wait and busy[server] > NOTABLE * np.nanmax(busy[:num_ranks]) else None
-
-
-def _busy(seconds: Seconds) -> np.ndarray:
-    """Returns `[ranks]` seconds of computing and sending in attention."""
-    busy: np.ndarray = numbers_of(seconds.attention) + numbers_of(seconds.exchange)
-    return busy
 
 
 def slow_server_in_words(trace: RankTrace, seconds: Seconds) -> str | None:
@@ -247,8 +236,8 @@ def slow_server_in_words(trace: RankTrace, seconds: Seconds) -> str | None:
     server = slow_server(trace.num_ranks, seconds)
     if server is None:
         return None
-    waited, passed = numbers_of(seconds.waiting_for_servers), np.maximum(seconds.passed, SHORTEST_SECONDS)
-    busy, trainers, most = _busy(seconds), slice(trace.num_ranks), int(np.nanargmax(waited))
+    waited, passed = numbers_of(seconds.waiting_for_servers), seconds.passed
+    busy, trainers, most = seconds.busy, slice(trace.num_ranks), int(np.nanargmax(waited))
     named = (
         f"Trainers wait for {trace.name_of(server)}: in attention it computes and sends for {1e3 * busy[server]:.1f} "
         f"ms, trainers for {1e3 * np.nanmax(busy[trainers]):.1f} ms at most. Rank {most} waits up to "
@@ -299,7 +288,4 @@ def busy_in_words(trace: RankTrace, seconds: Seconds) -> list[str]:
 def shares_of_servers(num_ranks: int, seconds: Seconds) -> np.ndarray:
     """Returns `[servers, 2]` parts of the pass in which a server computes and sends, and in which it waits; NaN if its
     trace is missing."""
-    parts: Sequence[OfRanks] = (seconds.attention, seconds.exchange, seconds.waiting)
-    attention, exchange, waiting = (numbers_of(part)[num_ranks:] for part in parts)
-    passed = np.maximum(seconds.passed[num_ranks:], SHORTEST_SECONDS)
-    return np.stack(((attention + exchange) / passed, waiting / passed), axis=1)
+    return np.stack((seconds.busy, numbers_of(seconds.waiting)), axis=1)[num_ranks:] / seconds.passed[num_ranks:, None]

@@ -6,16 +6,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distca_hf.analysis.decoder_size import GIB
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.memory import GIB, gradient_bytes
+from distca_hf.analysis.memory import gradient_bytes
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import SimulateOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, known_gib
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.request import pipeline_of
-from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest, assumed
+from distca_hf.analysis.request import assumed, pipeline_of
+from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.tables import PlanProgress, Terminal, counted, plain_table, print_json
+from distca_hf.analysis.tables import PlanProgress, Terminal, counted, of_lengths, plain_table, print_json
 from distca_hf.errors import ConfigError
 
 
@@ -80,10 +81,7 @@ def run_simulate(options: SimulateOptions) -> None:
             }
         )
         return
-    world = (
-        f"{documents.source}: {len(documents.tokens):,} documents, {int(documents.tokens.sum()):,} tokens, the "
-        f"longest has {int(documents.tokens.max()):,}. {model.name}, {options.batches} steps."
-    )
+    world = f"{of_lengths(documents.source, documents.tokens)}. {model.name}, {options.batches} steps."
     print_results(world, results, profile, assumptions, Terminal())
 
 
@@ -202,10 +200,8 @@ def print_results(
     made = profile.made
     remarks = f"; {made.remarks}" if made.remarks else ""
     times = f"{profile.source}, {made.processes} x {made.device}, {made.kernel}, measured {made.date}{remarks}"
-    console.print(Text(f"Times: {times}."))
-    console.print(Text("Assumptions"))
-    for line in assumptions:
-        console.print(Text(f"- {line}"))
+    for line in (f"Times: {times}.", "Assumptions", *(f"- {line}" for line in assumptions)):
+        console.print(Text(line))
 
 
 def _table(result: Result) -> Table:
@@ -227,14 +223,9 @@ def _table(result: Result) -> Table:
 def _summary(results: Sequence[Result]) -> Table:
     table = plain_table("micro-steps", "plain s", "other s", "distca s", "x plain", "x other")
     for result in results:
-        ours, other = result.ours, result.other
-        table.add_row(
-            f"{result.gpus} GPUs",
-            str(result.accumulation),
-            f"{result.plain.step_seconds:.2f}",
-            "-" if other is None else f"{other.step_seconds:.2f}",
-            "-" if ours is None else f"{ours.step_seconds:.2f}",
-            "-" if ours is None else f"{ours.times_as_fast:.2f}",
-            "-" if result.gain is None else f"{result.gain:.2f}",
-        )
+        ways = result.plain, result.other, result.ours
+        seconds = [None if way is None else way.step_seconds for way in ways]
+        numbers = [*seconds, None if result.ours is None else result.ours.times_as_fast, result.gain]
+        cells = ("-" if number is None else f"{number:.2f}" for number in numbers)
+        table.add_row(f"{result.gpus} GPUs", str(result.accumulation), *cells)
     return table

@@ -25,15 +25,15 @@ from distca_hf.planning.plan import Plan, plan_in_place
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Tiles of tasks, squares first.
+    """Tiles of tasks, squares first; all arrays are `[tiles]`.
 
     Attributes:
-        rank: `[tiles]` rank that computes the tile.
-        queries: `[tiles]` number of queries of its task.
-        keys: `[tiles]` number of keys of a prefix; 0 for a square.
-        pairs: `[tiles]` attended pairs in each head group of the tile.
-        one_group: `[tiles]` whether the tile has a single head group, and not all heads.
-        waits: `[tiles]` whether its queries or keys come from other ranks.
+        rank: computes the tile.
+        queries: of its task.
+        keys: of a prefix; 0 for a square.
+        pairs: attended pairs in each head group of the tile.
+        one_group: whether the tile has a single head group, and not all heads.
+        waits: whether its queries or keys come from other ranks.
     """
 
     mask: Mask
@@ -59,14 +59,9 @@ class Tiles:
     def of_tasks(
         cls, mask: Mask, rank: IntArray, queries: IntArray, before: IntArray, one_group: BoolArray, remote: BoolArray
     ) -> "Tiles":
-        """Returns the tiles of tasks.
-
-        Args:
-            rank, queries: `[tasks]` rank that computes the task, and its number of queries.
-            before: `[tasks]` tokens of the document before the first query.
-            one_group: `[tasks]` whether the task has a single head group.
-            remote: `[tasks]` whether its queries come from other ranks.
-        """
+        """Returns the tiles of tasks; all arrays are `[tasks]`. `before`: tokens of the document before the first
+        query. `one_group`: whether the task has a single head group. `remote`: whether its queries come from other
+        ranks."""
         first = mask.first_key(before)
         prefix = np.flatnonzero(first < before)
         inside = mask.pairs_inside(before, before + queries)
@@ -94,6 +89,9 @@ class Passes:
     def times(self, factor: FloatArray | float) -> "Passes":
         return Passes(self.forward * factor, self.backward * factor)
 
+    def total(self) -> "Passes":
+        return Passes(self.forward.sum(), self.backward.sum())
+
     def sum_by(self, rank: IntArray, num_ranks: int) -> "Passes":
         forward, backward = (np.bincount(rank, x, minlength=num_ranks) for x in (self.forward, self.backward))
         return Passes(forward.astype(np.float64), backward.astype(np.float64))
@@ -110,13 +108,8 @@ class LayerSeconds:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a model on a cluster.
-
-    Attributes:
-        profile: what was measured.
-        notes: everything that was not measured as needed.
-        tensor_ranks: GPUs that divide every layer between them.
-    """
+    """Seconds of a model on a cluster. `notes`: everything that was not measured as needed. `tensor_ranks`: GPUs that
+    divide every layer between them."""
 
     profile: ClusterProfile
     model: SimulatedModel
@@ -132,13 +125,12 @@ class Costs:
     # Attention.
 
     def attention(self, queries: Amounts, before: Amounts, mask: Mask = CAUSAL_MASK) -> Passes:
-        """Returns `[tasks]` seconds of tasks of all heads in one layer. `queries`: `[tasks]` queries. `before`:
-        `[tasks]` keys before the first query."""
+        """Returns `[tasks]` seconds of tasks of all heads in one layer. `before`: `[tasks]` keys before the first
+        query."""
         queries, before = np.asarray(queries, dtype=np.float64), np.asarray(before, dtype=np.float64)
         if mask.window_tokens is not None:
-            return self._windows(
-                queries, mask.pairs_of(before.astype(np.int64), (before + queries).astype(np.int64)), mask
-            )
+            pairs = mask.pairs_of(before.astype(np.int64), (before + queries).astype(np.int64))
+            return self._windows(queries, pairs, mask)
         return self._square(queries) + self.rectangle(queries, before)
 
     def seconds(self, tiles: Tiles) -> Passes:
@@ -253,9 +245,8 @@ class Costs:
         return np.asarray(tokens, dtype=np.float64) * per_token / self.tensor_ranks
 
     def rest_seconds(self, tokens: IntArray, recomputes_layers: bool, backward_share: float = 1.0) -> FloatArray:
-        """Returns `[ranks]` seconds of all layers without attention, and of the head. `tokens`: `[ranks]` tokens of a
-        micro-batch. `backward_share`: part of a layer's backward pass that is computed; below 1 if weights are frozen.
-        """
+        """Returns `[ranks]` seconds of all layers without attention, and of the head. `backward_share`: part of a
+        layer's backward pass that is computed; below 1 if weights are frozen."""
         layer = self.layer(tokens)
         of_layer = layer.kept + layer.backward * backward_share + layer.forward * recomputes_layers
         return of_layer * self.model.size.layers + self.head_seconds(tokens)
@@ -282,6 +273,6 @@ class Costs:
     @property
     def token_bytes(self) -> tuple[float, float, float]:
         """Bytes of a token's queries, keys and values, and outputs in one layer, of one tensor rank."""
-        of_token = self.model.heads.token_bytes(HALF_BYTES)
-        query, key_value, output = of_token.query, of_token.key_value, of_token.output
-        return query / self.tensor_ranks, key_value / self.tensor_ranks, output / self.tensor_ranks
+        whole = self.model.heads.token_bytes(HALF_BYTES)
+        query, key_value, output = (x / self.tensor_ranks for x in (whole.query, whole.key_value, whole.output))
+        return query, key_value, output

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from distca_hf.analysis.decoder_size import HALF_BYTES
-from distca_hf.analysis.profiles.curves import FloatArray
+from distca_hf.analysis.profiles.curves import Cluster, FloatArray, WireBytes
 from distca_hf.analysis.simulate.costs import Costs, Passes, Tiles
-from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
@@ -32,16 +31,9 @@ from distca_hf.planning.transfers import keys_between, queries_between
 
 @dataclass(frozen=True)
 class Attention:
-    """Seconds of one layer's attention on every rank, including exchanges that kernels wait for.
-
-    Attributes:
-        forward: `[ranks]`.
-        recomputed: `[ranks]` when forward runs again in backward.
-        backward: `[ranks]`.
-        sent, sent_backward: `[ranks]` seconds that the wires are busy in forward, and in backward.
-        waits, waits_backward: seconds of exchanges that kernels wait for, and that other traffic on the wires delays:
-            `[ranks]`, or the same for all; forward, and backward.
-    """
+    """`[ranks]` seconds of one layer's attention, with exchanges that kernels wait for. `recomputed`: when forward
+    runs again in backward. `sent`, `sent_backward`: in which the wires are busy. `waits`, `waits_backward`: of
+    exchanges that kernels wait for, and that other traffic on the wires delays; may be the same for all ranks."""
 
     forward: FloatArray
     recomputed: FloatArray
@@ -58,15 +50,15 @@ class Load:
     """One micro-batch on all ranks.
 
     Attributes:
-        tokens: `[ranks]` tokens that each rank's layers compute.
+        tokens, head_tokens: `[ranks]` tokens that each rank's layers compute, and its head; None: the same.
         attention: each kind of attention layers.
-        bytes_per_layer: most bytes that a rank sends or receives in a full layer's forward pass.
+        bytes_per_layer, state_bytes: most that a rank sends or receives in a full layer's forward pass, and a
+            mixer's.
         left_out_pairs: attended pairs of all layers that are lost because documents are cut at borders.
         saves_attention: whether outputs are kept under activation checkpointing.
         further_seconds: further seconds of the micro-batch, such as planning in the step.
-        head_tokens: `[ranks]` tokens that each rank's head computes; None: its layers' tokens.
-        state_bytes: as `bytes_per_layer`, of a mixer.
-        prefixes: `[documents]` tokens of each document that layers compute for another one; None if there are none.
+        prefixes: `[documents]` tokens of each document that layers compute for another one; None if there are
+            none.
     """
 
     tokens: IntArray
@@ -102,7 +94,6 @@ class Way:
         loads: makes the load of each micro-batch of a step.
         costly: whether it is simulated only on some steps, because planning takes long.
         family: ways of one family differ only in group size, and the fastest is shown; empty if it has no others.
-        is_ours: whether distca_hf does it.
         in_stages: whether it runs in the stages of a pipeline; loads are then of the ranks of one stage.
         servers: data ranks that serve attention, and hold no weights.
     """
@@ -123,8 +114,7 @@ class Exchanges:
 
     Attributes:
         rows: keys and values, and queries that move.
-        results: outputs of these queries, back to their owner ranks.
-        output_gradients: of these queries; the same bytes as their outputs.
+        results, output_gradients: of these queries; equal bytes.
         gradients: of keys and values, and of these queries, back to their owner ranks.
     """
 
@@ -156,9 +146,8 @@ class Hidden:
     gathering: float = 0.0
 
     def attention(self, local: Passes, remote: Passes, late: Passes, layers: int) -> Attention:
-        """Returns attention with these exchanges. `local`: `[ranks]` seconds of calls that need no rows of other
-        ranks. `remote`: `[ranks]` seconds of all other calls. `late`: `[ranks]` seconds of the local calls that can
-        wait until results leave."""
+        """Returns attention with these exchanges. `local`, `remote`: `[ranks]` seconds of calls that need no rows of
+        other ranks, and of all others. `late`: of the local calls that can wait until results leave."""
         kernels, wires = local + remote, self.exchanges
         sent = wires.rows + wires.results
         # Half of them are early if rows both arrive and leave; without results forward has no late calls.
@@ -187,8 +176,7 @@ class Hidden:
 
 def waited_for(kernels: Passes, layers: int, exchanges: FloatArray, sent: FloatArray) -> Attention:
     """Returns attention whose kernels wait for exchanges, which recomputation makes again. `exchanges`: `[ranks]`
-    seconds of exchanges and of copies for them, in each pass. `sent`: `[ranks]` seconds that the wires are busy in
-    each pass."""
+    seconds of each pass, with copies. `sent`: in which the wires are busy."""
     forward, backward = kernels.forward + exchanges, kernels.backward + exchanges
     return Attention(forward, forward, backward, sent, sent, layers, sent, sent)
 
@@ -223,9 +211,9 @@ def ours(
     keeps: bool = True,
     gather_seconds: float | None = None,
 ) -> Load:
-    """Returns the load of a plan. `planning_seconds`: time of planning at the first attention call; 0 if a thread
-    plans ahead. `keeps`: whether rows of other ranks are kept until backward. `gather_seconds`: time in which FSDP
-    gathers the next layer's weights meanwhile; by default over all ranks."""
+    """Returns the load of a plan. `planning_seconds`: at the first attention call. `keeps`: whether other ranks'
+    rows are kept until backward. `gather_seconds`: in which FSDP gathers the next layer's weights meanwhile; by
+    default over all ranks."""
     layout, wires = plan.layout, RowBytes.of(costs, cluster, plan)
     before = costs.share_before_attention * float(costs.layer(layout.rank_tokens).forward.max())
     if gather_seconds is None:
@@ -264,14 +252,9 @@ def ours(
 def rows_placed(
     costs: Costs, cluster: Cluster, home: Layout, load: Load, placed: Layout, loss_is_placed: bool
 ) -> Load:
-    """Adds the exchanges at the borders of the decoder to the load of given batches whose rows are placed inside it.
-
-    Nothing is computed during these exchanges. Rows of even batches stay. Planning takes no time: a thread does it
-    during the step before.
-
-    Args:
-        loss_is_placed: whether head and loss run on placed rows. Otherwise hidden states and their gradients return.
-    """
+    """Adds the exchanges at the borders of the decoder, during which nothing is computed, to the load of given batches
+    whose rows are placed inside it. `loss_is_placed`: whether head and loss run on placed rows; otherwise hidden
+    states and their gradients return."""
     load = replace(load, head_tokens=None if loss_is_placed else home.rank_tokens)
     if placed is home:
         return load
@@ -313,14 +296,8 @@ def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArra
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes that ranks send each other in one layer, `[source, destination]`.
-
-    Attributes:
-        cluster: the ranks and their links.
-        keys: keys and values; the same for their gradients on the way back.
-        queries: queries that move, `[owner rank, server]`.
-        outputs: outputs of these queries, also `[owner rank, server]`, although they travel the other way.
-    """
+    """`[source, destination]` bytes that ranks send each other in one layer: keys with values; and queries that move
+    and their outputs, both `[owner rank, server]`."""
 
     cluster: Cluster
     keys: FloatArray

@@ -1,27 +1,24 @@
 """Request: GPUs, tokens and model of a simulation, and the optimizer steps that are simulated."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.fit import RankLoad, Room, check_tiles_and_host
+from distca_hf.analysis.decoder_size import GIB, Checkpointing, Sharding, TrainingSetup
+from distca_hf.analysis.fit import RankLoad, Room
 from distca_hf.analysis.groups import UNSHARED, Groups
-from distca_hf.analysis.memory import GIB, USABLE_SHARE, Checkpointing, Sharding, TrainingSetup, check_checkpointing
+from distca_hf.analysis.memory import USABLE_SHARE
 from distca_hf.analysis.models import SimulatedModel
-from distca_hf.analysis.options import PlanOptions, SimulateOptions
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, gpu_gib_of
-from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, Assumptions, check_ranges
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import GivenPlans, PlacedPlanner, StepShape
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.errors import ConfigError, PackingError
-from distca_hf.flops import H200_GIB
 from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Topology
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.prefixes import never_shared
@@ -32,50 +29,8 @@ from distca_hf.servers.served_plans import Servers
 MAX_BATCHES = 10_000
 # Most rows of a rank in a micro-step.
 MAX_BATCH_SIZE = 65_536
-# Most memory of a GPU, in GiB: all GPUs of a large cluster together have less.
-MOST_GPU_GIB = 1_000_000
 # GPUs per attention server, in the way with attention servers.
 GPUS_PER_SERVER = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assumptions:
-    """How a model is trained, and on which GPUs.
-
-    Attributes:
-        checkpointing, liger: see `TrainingSetup`.
-        gpu_gib: memory of a GPU, in GiB.
-        seed: seed of the order of documents.
-        mlp_tokens, attention_kv_heads, state_on_host: see `TrainingSetup`. They change memory, and no time.
-        host_gib: see `Room`.
-
-    Raises:
-        ConfigError: a value is out of range; names its option.
-    """
-
-    checkpointing: Checkpointing = "saved"
-    liger: bool = False
-    gpu_gib: float = H200_GIB
-    seed: int = 0
-    mlp_tokens: int = 0
-    attention_kv_heads: int = 0
-    state_on_host: bool = False
-    host_gib: float | None = None
-
-    def __post_init__(self) -> None:
-        check_checkpointing(self.checkpointing)
-        check_tiles_and_host(self.mlp_tokens, self.attention_kv_heads, self.host_gib)
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed} must be at least 0")
-        if not 0 < self.gpu_gib <= MOST_GPU_GIB:
-            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and at most {MOST_GPU_GIB:,}")
-
-
-def assumed(options: PlanOptions | SimulateOptions, profile: ClusterProfile) -> dict[str, Any]:
-    """Returns the fields of `Assumptions` that options of a command give."""
-    given = {field.name: getattr(options, field.name) for field in fields(Assumptions) if hasattr(options, field.name)}
-    on_host = getattr(options, "offload_params", False)
-    return given | {"gpu_gib": gpu_gib_of(profile, options.gpu_gib), "state_on_host": on_host}
 
 
 @dataclass(frozen=True)
@@ -86,17 +41,15 @@ class SimulationRequest(Assumptions):
         tokens_per_rank: most tokens that a GPU holds in a micro-step; with tensor parallelism a data rank.
         context_tokens: longer documents are split.
         accumulation: micro-steps of an optimizer step.
-        ranks_per_node: GPUs of a node.
         tensor_ranks: GPUs that divide every layer between them.
         batches: optimizer steps to simulate.
-        pipeline: stages in which the same GPUs are also simulated, and for which documents are packed; None without a
-            pipeline.
-        batch_size: rows of a data rank in a micro-step, for batches of the user's sampler. `tokens_per_rank` has no
-            effect on these, and rows longer than the context are cut off. None if batches are packed.
-        sync_each_batch: whether gradients are summed over ranks in each micro-step. By default, as in Trainer, only in
-            the last one, and each GPU keeps whole gradients until then.
-        staged_micro_batches: micro-batches of an optimizer step in the stages; by default one for every stage in each
-            of `accumulation` micro-steps.
+        pipeline: stages in which the same GPUs are also simulated, and for which documents are packed.
+        batch_size: rows of a data rank in a micro-step, for batches of the user's sampler, whose rows are cut off
+            at the context; None if batches are packed.
+        sync_each_batch: whether gradients are summed over ranks in each micro-step. By default, as in Trainer,
+            only in the last one, and each GPU keeps whole gradients until then.
+        staged_micro_batches: micro-batches of an optimizer step in the stages; by default one for every stage in
+            each of `accumulation` micro-steps.
     """
 
     model: SimulatedModel
@@ -229,8 +182,8 @@ class SimulationRequest(Assumptions):
         return self._planner(self.num_ranks, self.tokens_per_rank)
 
     def given_plans(self, places_rows: bool) -> GivenPlans:
-        """Returns the planner of given batches, as training makes it. `places_rows`: whether rows are placed inside
-        the model; otherwise tasks move."""
+        """Returns the planner of given batches. `places_rows`: whether rows are placed inside the model; otherwise
+        tasks move."""
         topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
         costs = self.model.pass_costs.both
         return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows, costs)
@@ -239,8 +192,7 @@ class SimulationRequest(Assumptions):
         self, plans: GivenPlans, home: Layout, groups: Groups | None, loss_is_placed: bool = False
     ) -> Layout:
         """Returns the layout that layers compute, as in training. `home`: whole documents, in the order of the
-        batches. `groups`: which of them begin alike; None if none do. `loss_is_placed`: whether head and loss run on
-        placed rows."""
+        batches. `groups`: which of them begin alike. `loss_is_placed`: whether head and loss run on placed rows."""
         if groups is None:
             return plans.layout(home)
         hashes = groups.hashes(home.document_tokens, self.num_ranks, self.least_tokens, loss_is_placed)
@@ -364,9 +316,8 @@ class SimulationRequest(Assumptions):
     def setup(
         self, sharding: Sharding, checkpointing: Checkpointing | None = None, keeps_keys: bool = True, servers: int = 0
     ) -> TrainingSetup:
-        """Returns what memory depends on, without a pipeline. `checkpointing`: by default the request's. `keeps_keys`:
-        whether keys of other ranks are kept until backward, within their budget. `servers`: data ranks that hold no
-        weights."""
+        """Returns what memory depends on, without a pipeline. `keeps_keys`: whether keys of other ranks are kept until
+        backward, within their budget. `servers`: data ranks that hold no weights."""
         return TrainingSetup(
             self.gpus - servers * self.tensor_ranks,
             sharding,

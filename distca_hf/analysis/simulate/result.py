@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from distca_hf.analysis.decoder_size import Sharding
 from distca_hf.analysis.groups import Groups
-from distca_hf.analysis.memory import Sharding, saves_attention
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate.load import Step, Way
@@ -36,18 +36,17 @@ class WayFigures:
 
     Attributes:
         key, label, is_ours, in_stages: see `Way`.
-        utilisation: useful operations over the peak of all GPUs, without left-out attention; None if the peak is not
-            known.
-        memory_bytes: estimate of the most memory that a GPU needs.
-        fits: whether a GPU has that memory.
+        utilisation: useful operations over the peak of all GPUs, without left-out attention; None if that is
+            unknown.
+        memory_bytes, fits: the most memory that a GPU needs, and whether it has that much.
         times_as_fast: speed over plain packing, or over plain data parallelism for given batches.
         whole: whether queries attend to all their keys; otherwise documents are cut, and attention is left out.
         attention_share: share of the seconds that GPUs spend in attention.
-        received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
-        most_tokens: most tokens that layers of a GPU compute in a micro-step.
-        state_bytes: as `received_bytes`, of a mixer.
-        most_head_tokens: most tokens that a head computes.
-        shared_share: share of the tokens that layers do not compute, because another document begins with them, too.
+        received_bytes, state_bytes: most that a GPU sends or receives in the forward pass of a layer, and of a
+            mixer.
+        most_tokens, most_head_tokens: most tokens that layers, and that a head, of a GPU compute in a micro-step.
+        shared_share: share of the tokens that layers do not compute, because another document begins with them,
+            too.
     """
 
     key: str
@@ -76,14 +75,8 @@ class WayFigures:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one request.
-
-    Attributes:
-        tokens_per_rank, batch_size: likewise; one of them is None.
-        step_tokens: mean of an optimizer step.
-        num_stages, chunks: of the pipeline; 1 without one.
-        ways: all ways, the fastest of each family.
-    """
+    """Figures of one request, for `tokens_per_rank` or `batch_size`; the other one is None. `step_tokens`: mean of an
+    optimizer step. `num_stages`, `chunks`: of the pipeline; 1 without one. `ways`: the fastest of each family."""
 
     gpus: int
     accumulation: int
@@ -223,25 +216,20 @@ def make_result(
         memory = _memory_bytes(simulation, way, of_steps)
         figures.append(
             WayFigures(
-                way.key,
-                way.label,
-                way.is_ours,
-                way.in_stages,
-                seconds,
-                rate,
+                *(way.key, way.label, way.is_ours, way.in_stages, seconds, rate),
                 None if peak is None else useful / (seconds * request.gpus * peak),
                 memory,
                 memory <= request.room.gpu_bytes,
-                token_budget / rate * request.gpus / SECONDS_OF_AN_HOUR,
-                float(plain.mean()) / seconds,
-                bool((left_out <= NEARLY_NOTHING * of_all).all()),
-                len(of_steps),
-                sum(one.attention_seconds for one in of_steps) / sum(one.seconds for one in of_steps),
-                int(max(one.received_bytes for one in of_steps)),
-                max(one.most_tokens for one in of_steps),
-                max(one.state_bytes for one in of_steps),
-                max(one.most_head_tokens for one in of_steps),
-                shared / float(tokens.mean()),
+                gpu_hours=token_budget / rate * request.gpus / SECONDS_OF_AN_HOUR,
+                times_as_fast=float(plain.mean()) / seconds,
+                whole=bool((left_out <= NEARLY_NOTHING * of_all).all()),
+                steps=len(of_steps),
+                attention_share=sum(one.attention_seconds for one in of_steps) / sum(one.seconds for one in of_steps),
+                received_bytes=int(max(one.received_bytes for one in of_steps)),
+                most_tokens=max(one.most_tokens for one in of_steps),
+                state_bytes=max(one.state_bytes for one in of_steps),
+                most_head_tokens=max(one.most_head_tokens for one in of_steps),
+                shared_share=shared / float(tokens.mean()),
             )
         )
     families = {way.key: way.family for way in simulation.ways()}
@@ -278,7 +266,7 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: Sequence[WayStep]) ->
     """Returns the most bytes that a GPU needs. Only our ways keep rows of other ranks, and attention's outputs."""
     request = simulation.request
     checkpointing = request.checkpointing
-    if saves_attention(checkpointing) and (not way.is_ours or way.key == "placed_recomputed"):
+    if request.setup("fsdp2").saves_attention and (not way.is_ours or way.key == "placed_recomputed"):
         checkpointing = "recomputed"
     sharding: Sharding = "fsdp2_synced" if request.sync_each_batch else "fsdp2"
     setup = request.setup(sharding, checkpointing, way.is_ours, way.servers)
@@ -302,16 +290,13 @@ def simulate(
     steps: Sequence[Step] = (),
     groups: Groups | None = None,
 ) -> tuple[Result, Notes]:
-    """Simulates a request.
+    """Simulates a request. Returns all figures, and everything that was not measured as needed.
 
     Args:
         token_budget: tokens that GPU-hours are counted for.
         keys: of the ways to simulate, including "plain"; all if empty.
         steps: lengths of each micro-batch of each step; by default the first steps of a training on the dataset.
         groups: which documents of the dataset begin alike.
-
-    Returns:
-        All figures, and everything that was not measured as needed.
 
     Raises:
         ConfigError: links that are needed were not measured.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distca_hf.analysis.groups import Groups
-from distca_hf.analysis.memory import saves_attention
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.curves import Cluster, Notes
 from distca_hf.analysis.request import plan_step
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Load, Step, Way, ours, rows_placed
@@ -33,7 +32,6 @@ from distca_hf.analysis.simulate.ways import (
     plain_packing,
     ways_to_compare,
 )
-from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
@@ -53,32 +51,27 @@ class Simulation:
     micro-batch of the step to simulate, the documents that begin alike; empty if none do."""
 
     request: SimulationRequest
-    costs: Costs
-    cluster: Cluster
+    profile: ClusterProfile
     keys: tuple[str, ...] = ()
     groups: Sequence[Groups] = ()
 
-    @classmethod
-    def of(
-        cls,
-        request: SimulationRequest,
-        profile: ClusterProfile,
-        keys: tuple[str, ...] = (),
-        groups: Sequence[Groups] = (),
-    ) -> "Simulation":
-        """Returns the simulation on a measured cluster."""
-        notes = Notes()
-        costs = Costs(profile, request.model, request.liger, notes, request.tensor_ranks)
-        cluster = Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes)
-        return cls(request, costs, cluster, keys, groups)
+    @cached_property
+    def costs(self) -> Costs:
+        request = self.request
+        return Costs(self.profile, request.model, request.liger, Notes(), request.tensor_ranks)
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        request = self.request
+        return Cluster(self.profile, request.num_ranks, request.data_ranks_per_node, self.costs.notes)
 
     @property
     def training(self) -> Training:
         return Training(self.costs, self.cluster, self.request.checkpointing != "none")
 
     def step_seconds(self, way: Way, step: Step) -> tuple[float, list[Load]]:
-        """Returns the seconds of an optimizer step, and the load of each micro-batch. `step`: document lengths of each
-        micro-batch; with a pipeline, for the ranks of one stage."""
+        """Returns the seconds of an optimizer step, and the load of each micro-batch. `step`: with a pipeline, for the
+        ranks of one stage."""
         training = replace(self.training, cluster=self._trainers(way.servers))
         if way.in_stages:
             assert self.request.pipeline is not None
@@ -133,7 +126,7 @@ class Simulation:
 
     @property
     def _saves(self) -> bool:
-        return saves_attention(self.request.checkpointing)
+        return self.request.setup("fsdp2").saves_attention
 
     def _trainers(self, servers: int) -> Cluster:
         """Returns the cluster without its attention servers: the data ranks that hold weights."""
@@ -237,16 +230,9 @@ class Simulation:
 
 
 class WayStep(NamedTuple):
-    """One step of one way.
-
-    Attributes:
-        attention_seconds: mean seconds that ranks spend in attention.
-        received_bytes, state_bytes: most that a rank sends or receives in the forward pass of a layer, and of a mixer.
-        most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
-        left_out_pairs: attended pairs that are lost because documents are cut.
-        shared_tokens, shared_pairs, shared_head_tokens: tokens and attended pairs that are not computed, because
-            another document begins with them, too.
-    """
+    """One step of one way: its seconds, and for the others see `WayFigures`. `left_out_pairs`: attended pairs that are
+    lost because documents are cut. `shared_tokens`, `shared_pairs`, `shared_head_tokens`: those that are not computed,
+    because another document begins with them, too."""
 
     seconds: float
     attention_seconds: float
@@ -280,12 +266,9 @@ def run_steps(
     keys: tuple[str, ...] = (),
     groups: Sequence[Sequence[Groups]] = (),
 ) -> tuple[Simulation, list[Simulated]]:
-    """Simulates steps in every way, or in some ways by their keys. Arguments: see `simulate`.
-
-    Returns:
-        The simulation, whose notes are complete, and all steps.
-    """
-    simulation = Simulation.of(request, profile, keys)
+    """Simulates steps in every way, or in some ways by their keys, see `simulate`. Returns the simulation, whose notes
+    are complete, and all steps."""
+    simulation = Simulation(request, profile, keys)
     size = request.num_ranks * request.accumulation
     few = max(1, min(len(steps), MOST_COSTLY_STEPS, COSTLY_RANKS // size))
     costly = {int(number) for number in np.linspace(0, len(steps) - 1, few)}
@@ -294,7 +277,7 @@ def run_steps(
         (number, step, number in costly, of_step)
         for number, (step, of_step) in enumerate(zip(steps, of_steps, strict=True))
     ]
-    run = partial(_simulate, request, profile, keys)
+    run = partial(_simulate, simulation)
     done: list[Simulated] = []
     if len(steps) * size < WORTH_PROCESSES:
         done.extend(track(map(run, tasks)))
@@ -314,15 +297,10 @@ def run_steps(
     return simulation, done
 
 
-def _simulate(
-    request: SimulationRequest,
-    profile: ClusterProfile,
-    keys: tuple[str, ...],
-    task: tuple[int, Step, bool, Sequence[Groups]],
-) -> Simulated:
+def _simulate(simulation: Simulation, task: tuple[int, Step, bool, Sequence[Groups]]) -> Simulated:
     """Simulates one step in every way; in costly ways only if the task asks for them."""
     number, step, with_costly, groups = task
-    simulation = Simulation.of(request, profile, keys, groups)
+    simulation = replace(simulation, groups=groups)  # with its own notes
     ways = {}
     for way in simulation.ways():
         if way.costly and not with_costly:

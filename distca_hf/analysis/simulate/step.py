@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import HALF_BYTES, SINGLE_BYTES, DecoderSize
-from distca_hf.analysis.memory import Sharding, TrainingSetup, estimate_memory, gradient_bytes
-from distca_hf.analysis.profiles.curves import FloatArray
+from distca_hf.analysis.decoder_size import HALF_BYTES, SINGLE_BYTES, DecoderSize, Sharding, TrainingSetup
+from distca_hf.analysis.memory import estimate_memory, gradient_bytes
+from distca_hf.analysis.profiles.curves import Cluster, FloatArray
 from distca_hf.analysis.simulate.costs import Costs, LayerSeconds
 from distca_hf.analysis.simulate.load import Attention, Load
-from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.pipelines.schedules import Schedule, held_micro_batches
 
@@ -40,14 +39,9 @@ TENSOR_COLLECTIVES = 2
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained.
-
-    Attributes:
-        layers_checkpointed: whether layers are computed again in backward.
-        gathers_layers: whether weights are gathered, and gradients summed, in each layer of each micro-batch. Stages
-            of a pipeline do so once in an optimizer step.
-        sums_gradients: whether gradients are summed over ranks; under `no_sync` each rank adds them to its own.
-    """
+    """How a model is trained. `gathers_layers`: whether weights are gathered, and gradients summed, in each layer of
+    each micro-batch; stages of a pipeline do so once in an optimizer step. `sums_gradients`: whether gradients are
+    summed over ranks; under `no_sync` each rank adds them to its own."""
 
     costs: Costs
     cluster: Cluster
@@ -62,10 +56,8 @@ class Training:
     def micro_batch_seconds(self, load: Load) -> float:
         """Returns the seconds of one micro-batch, forward and backward."""
         layers = sum(self.layers_seconds(load))
-        ends = sum(  # nothing is computed meanwhile
-            self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
-            for num_bytes in (self.root_bytes, self.costs.layer_weight_bytes)
-        )
+        # Nothing is computed meanwhile.
+        ends = sum(map(self.collectives_seconds, (self.root_bytes, self.costs.layer_weight_bytes)))
         ends = ends + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
         return layers + ends + load.further_seconds
 
@@ -88,13 +80,19 @@ class Training:
         weights = self.costs.model.size.parameters / self.shards / self.costs.tensor_ranks
         return weights * self.costs.profile.rates.optimizer_seconds
 
+    def collectives_seconds(self, weight_bytes: float) -> float:
+        """Returns the seconds of gathering weights, and of summing their gradients."""
+        return self.gather_seconds(weight_bytes) + self.reduce_seconds(weight_bytes)
+
     def gather_seconds(self, weight_bytes: float) -> float:
         return self.cluster.all_gather(weight_bytes)
 
     def reduce_seconds(self, weight_bytes: float) -> float:
-        if not self.sums_gradients:
-            return 0.0
-        return self.cluster.reduce_scatter(weight_bytes)
+        return self.cluster.reduce_scatter(weight_bytes) if self.sums_gradients else 0.0
+
+    @property
+    def root_bytes(self) -> float:
+        return self.costs.root_weight_bytes
 
     def embedding_seconds(self, load: Load) -> float:
         """Returns the seconds of the embedding, forward and backward: its rows are read and written, and its gradient
@@ -145,12 +143,8 @@ class Training:
 
         An exchange that kernels wait for has half of the wires until it or the collectives end. Kernels that run
         meanwhile are delayed. The ranks of an exchange hold equally many tokens, so it begins when each of them
-        reaches it; ranks of other groups may hold fewer, and begin earlier.
-
-        Args:
-            collectives: seconds of all collectives.
-            waits: `[ranks]` seconds of only the exchange, or one number for all.
-            before: `[ranks]` seconds of kernels before the exchange.
+        reaches it; ranks of other groups may hold fewer, and begin earlier. `waits`: `[ranks]` seconds of only the
+        exchange, or one number for all. `before`: `[ranks]` seconds of kernels before it.
         """
         shared = np.minimum(np.maximum(0.0, collectives - before), waits)
         return shared + self.cluster.products_beside * (collectives - shared)
@@ -164,10 +158,6 @@ class Training:
         node = Cluster(self.cluster.profile, ranks, ranks, self.costs.notes)
         return TENSOR_COLLECTIVES * (node.all_gather(hidden) + node.reduce_scatter(hidden))
 
-    @property
-    def root_bytes(self) -> float:
-        return self.costs.root_weight_bytes
-
 
 # Forward seconds of the head over all of its seconds: one product of three.
 HEAD_FORWARD_SHARE = 1 / 3
@@ -177,13 +167,7 @@ GATHERED_BYTES = HALF_BYTES + SINGLE_BYTES
 
 @dataclass(frozen=True)
 class StagedTraining:
-    """A pipeline of equal stages.
-
-    Attributes:
-        training: on the data ranks of one stage.
-        cluster: data ranks of all stages, and their links.
-        tokens_per_rank: rows of every rank.
-    """
+    """A pipeline of equal stages. `training`: on the data ranks of one stage. `cluster`: data ranks of all stages."""
 
     training: Training
     pipeline: Pipeline
@@ -210,10 +194,8 @@ class StagedTraining:
         schedule, hop = Schedule(self.pipeline, len(loads)), self.cluster.alike_exchange(hidden)
         # All weights of a stage are gathered, and their gradients summed.
         layers = math.ceil(num_layers / self.pipeline.num_stages)
-        collectives = sum(
-            times * (training.gather_seconds(num_bytes) + training.reduce_seconds(num_bytes))
-            for times, num_bytes in ((layers, costs.layer_weight_bytes), (1, costs.root_weight_bytes))
-        )
+        collectives = layers * training.collectives_seconds(costs.layer_weight_bytes)
+        collectives += training.collectives_seconds(costs.root_weight_bytes)
         return float(schedule.step_seconds_of_parts(forward, backward, hop)) + collectives
 
 
@@ -221,8 +203,7 @@ def rooms_for_hops(stage: int, pipeline: Pipeline, micro_batches: int) -> int:
     """Returns the number of hidden states and of their gradients for which a stage has room. From the first step on,
     torch keeps room for everything that other stages send in a step (`args_recv_info` and `grad_recv_info` of
     `torch.distributed.pipelining.PipelineStage`)."""
-    first, last = stage == 0, stage == pipeline.num_stages - 1
-    return micro_batches * (2 * pipeline.chunks - first - last)
+    return micro_batches * (2 * pipeline.chunks - (stage == 0) - (stage == pipeline.num_stages - 1))
 
 
 @dataclass(frozen=True)

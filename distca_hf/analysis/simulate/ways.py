@@ -24,11 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from distca_hf.analysis.models import SimulatedModel
-from distca_hf.analysis.profiles.curves import Amounts, FloatArray
+from distca_hf.analysis.profiles.curves import Amounts, Cluster, FloatArray, WireBytes
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Step, Way, nothing_sent, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import split_documents
@@ -44,8 +43,8 @@ READ_AND_WRITTEN = 2
 
 
 def packs(costs: Costs, held: Sequence[IntArray], document_tokens: IntArray) -> Load:
-    """Returns the load of ranks that compute only their own documents, without exchanges. `held`: for each rank, the
-    lengths of its documents. `document_tokens`: lengths of the same documents before they were cut."""
+    """Returns the load of ranks that compute only their own documents. `held`: lengths of each rank's documents.
+    `document_tokens`: lengths of the same documents before they were cut."""
     rank = np.repeat(np.arange(len(held)), [len(lengths) for lengths in held])
     lengths = np.concatenate(held)
     attention = [
@@ -209,13 +208,9 @@ def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, 
     chunk = lengths / (2 * group)
     own = costs.attention(2 * chunk, np.zeros(len(lengths)))
     if group == 1:
-        return _total(own), Passes(np.array(0.0), np.array(0.0))
+        return own.total(), Passes(np.array(0.0), np.array(0.0))
     early, late = costs.rectangle(2 * chunk, chunk), costs.rectangle(chunk, 2 * chunk)
-    return _total(own), _total((early + late).times(0.5))
-
-
-def _total(seconds: Passes) -> Passes:
-    return Passes(np.array(seconds.forward.sum()), np.array(seconds.backward.sum()))
+    return own.total(), (early + late).times(0.5).total()
 
 
 def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, kernel_delay: float) -> FloatArray:
@@ -235,15 +230,8 @@ def group_exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArr
 
 
 class Grouped(NamedTuple):
-    """A way to compare with, in which groups of ranks share documents.
-
-    Attributes:
-        key, label: its names in JSON and in tables; the group size is appended.
-        name: for sentences that say why it cannot run.
-        load: from costs, cluster, document lengths and group size.
-        most_group: returns the largest group size.
-        costly: see `Way`.
-    """
+    """A way to compare with, in which groups of ranks share documents. `name`: for sentences that say why it cannot
+    run. `load`: from costs, cluster, document lengths and group size. `most_group`: returns the largest group size."""
 
     key: str
     label: str

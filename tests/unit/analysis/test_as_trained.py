@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 import distca_hf
-from distca_hf.analysis.epoch import Origin, PackedEpoch, make_report, pack_epoch
+from distca_hf.analysis.epoch import PackedEpoch, make_report, pack_epoch
 from distca_hf.analysis.find_model import read_model_config
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.models import ModelShape
@@ -117,7 +117,7 @@ def check_same_step(
     loader = loader_of(lengths, request, heads, seed)
     lives: list[LivePlan] = [batch["distca_plan"] for batch in islice(loader, request.micro_steps)]
 
-    assert packed.origin == Origin(seed, 0, len(loader))
+    assert (packed.seed, packed.epoch.num_micro_batches) == (seed, len(loader))
     for number, (plan, live) in enumerate(zip(plans, lives, strict=True)):
         documents = [len(document.input_ids) for document in loader.documents(0, number)]
         assert plan.layout.document_tokens.tolist() == documents

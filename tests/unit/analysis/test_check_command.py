@@ -10,7 +10,8 @@ from transformers import Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from distca_hf.analysis.check import run_check
-from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.decoder_size import TrainingSetup
+from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import preset
 from distca_hf.cli import app
 from distca_hf.flops import H100_GIB

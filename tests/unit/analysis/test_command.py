@@ -311,8 +311,7 @@ def test_documents_are_drawn_once_and_whole() -> None:
     assert len(set(drawn.tolist())) == len(drawn)
     assert set(drawn.tolist()) <= set(lengths.tolist())
     # An epoch of 79,800 tokens has ten micro-batches of up to 8,000; all get nearly equal tokens.
-    assert packed.origin is not None
-    assert packed.origin.epoch_micro_batches == 10
+    assert packed.epoch.num_micro_batches == 10
     assert all(7980 - 20 <= batch.sum() <= 8000 for batch in packed.first_step(6))
 
 
@@ -324,7 +323,7 @@ def test_documents_that_do_not_fit_together_are_drawn_apart() -> None:
 def test_a_batch_is_divided_into_micro_steps_in_order() -> None:
     packed = divide_batch(np.array([10, 30, 5, 15, 20, 20]), world(2, 30, 2))
     assert [batch.tolist() for batch in packed.first_step(2)] == [[10, 30, 5, 15], [20, 20]]
-    assert packed.origin is None
+    assert packed.seed is None
 
 
 def test_no_micro_step_of_a_batch_holds_more_than_the_ranks() -> None:

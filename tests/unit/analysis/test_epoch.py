@@ -10,7 +10,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, PlanAssumptions, make_answer
+from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, make_answer
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, make_report, pack_epoch, pack_in_order, plan_epoch
 from distca_hf.analysis.models import preset
 from distca_hf.analysis.request import PlanRequest
@@ -108,11 +108,10 @@ def test_of_many_steps_some_are_planned_from_the_first_to_the_last() -> None:
 
 def choices(lengths: list[int], **more: Any) -> dict[int, Choice]:
     """Choices beside 40,000 tokens on each of 2 ranks, by their tokens per rank."""
-    request = PlanRequest(2, 40_000, 8, 1, preset("llama3-8b"), **more)
+    request = PlanRequest(2, 40_000, 8, 1, preset("llama3-8b"), liger=True, gpu_gib=140.0, **more)
     packed = pack_epoch(np.array(lengths), request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
-    assumptions = PlanAssumptions(liger=True, gpu_gib=140.0)
-    answer = make_answer(make_report(request, packed), plans, packed, np.array(lengths), assumptions)
+    answer = make_answer(make_report(request, packed), plans, packed, np.array(lengths))
     return {choice.tokens_per_rank: choice for choice in answer.choices}
 
 

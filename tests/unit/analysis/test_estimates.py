@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.analysis import answer as estimates
-from distca_hf.analysis.answer import PlanAssumptions, make_estimates
+from distca_hf.analysis.answer import make_estimates, simulation_of
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.models import PRESETS, ModelSize, SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
-from distca_hf.analysis.request import PlanRequest, fit_lengths
+from distca_hf.analysis.request import Assumptions, PlanRequest, fit_lengths
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads
@@ -141,7 +141,8 @@ def test_documents_stay_whole_only_if_a_state_cannot_travel(name: str, states: i
     assert (model.mixer_layers, model.whole_documents) == (states, stay_whole)
     assert plan.planner.whole_documents is simulated.planner.whole_documents is stay_whole
     assert plan.planner.longest_tokens == simulated.longest_tokens == (1024 if stay_whole else 2048)
-    assert ("zero3" in estimates.memory_by_sharding(simulated, 1024, 0)) is not stay_whole
+    memory = simulated.rank_load(1024, 0).by_sharding(simulated.setup("fsdp2"), stay_whole)
+    assert ("zero3" in memory) is not stay_whole
 
 
 def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:
@@ -167,10 +168,11 @@ def test_plan_says_what_simulate_says(
     monkeypatch.setattr(estimates, "MOST_STEPS", 4)
     ranks, lengths = 8, np.random.RandomState(0).lognormal(6, 1.5, 10_000).astype(int).clip(1, 100_000)
     stages = 1 if pipeline is None else pipeline.num_stages
-    plan = PlanRequest(ranks // stages, 32_768, 8, micro_steps * stages, LLAMA, pipeline=pipeline)
     profile = find_profile(cluster)
-    assumptions = PlanAssumptions(liger=True, gpu_gib=gpu_gib_of(profile), seed=3, cluster=cluster)
-    made = make_estimates(plan, fit_lengths(lengths, plan), assumptions, compare=compare)
+    world = ranks // stages, 32_768, 8, micro_steps * stages, LLAMA
+    training = {"liger": True, "gpu_gib": gpu_gib_of(profile), "seed": 3}
+    plan = PlanRequest(*world, pipeline=pipeline, cluster=cluster, **training)  # type: ignore[arg-type]
+    made = make_estimates(plan, fit_lengths(lengths, plan), compare=compare)
     assert made is not None
     model = SimulatedModel.of(LLAMA)
     request = SimulationRequest(
@@ -199,14 +201,14 @@ def test_micro_batches_that_stages_do_not_divide() -> None:
     """Five micro-batches in two stages are three micro-steps of the same GPUs without them, and none is lost."""
     lengths = np.random.RandomState(0).lognormal(6, 1.0, 3000).astype(int).clip(1, 30_000)
     plan = PlanRequest(2, 32_768, 8, 5, LLAMA, pipeline=Pipeline(2))
-    request = PlanAssumptions().simulation(plan).for_documents(fit_lengths(lengths, plan))
+    request = simulation_of(plan).for_documents(fit_lengths(lengths, plan))
     step, *_ = request.steps(lengths)
     joined = request.without_stages(step)
 
     assert (request.gpus, request.accumulation, len(step), len(joined)) == (4, 3, 5, 3)
     assert [int(batch.sum()) <= request.num_ranks * 32_768 for batch in joined] == [True] * 3
     assert np.array_equal(np.concatenate(joined), np.concatenate(step))
-    made = make_estimates(plan, lengths, PlanAssumptions())
+    made = make_estimates(plan, lengths)
     assert made is not None
     assert made.simulated.way("pipeline_shaped").step_seconds > made.ours.step_seconds > 0
 
@@ -214,4 +216,4 @@ def test_micro_batches_that_stages_do_not_divide() -> None:
 @pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"gpu_gib": 0.0}, {"gpu_gib": float("nan")}])
 def test_assumptions_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="--"):
-        PlanAssumptions(**wrong)  # type: ignore[arg-type]
+        Assumptions(**wrong)  # type: ignore[arg-type]

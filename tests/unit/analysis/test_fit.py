@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from distca_hf.analysis import memory
-from distca_hf.analysis.decoder_size import DecoderSize, LayerSize
+from distca_hf.analysis.decoder_size import GIB, DecoderSize, LayerSize, TrainingSetup
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import CHANGES, RankLoad, Room, advice
-from distca_hf.analysis.memory import GIB, PIECE_BYTES, Memory, TrainingSetup, estimate_memory, pinned_bytes
+from distca_hf.analysis.memory import PIECE_BYTES, Memory, estimate_memory, pinned_bytes
 from distca_hf.analysis.models import preset
 from distca_hf.cli import app
 from distca_hf.cost import Heads
@@ -196,7 +196,7 @@ def test_offloading_never_needs_more_of_a_gpu(size: DecoderSize, setup: Training
     saved, offloaded = (estimate_memory(size, replace(setup, checkpointing=way), tokens) for way in WAYS)
 
     assert offloaded.total <= saved.total
-    each = [layer.kept_bytes(size.hidden_size, True) for layer in size.layers]
+    each = [layer.kept_bytes(size.hidden_size, TrainingSetup(1)) for layer in size.layers]
     kept = sum(layer.count * one * tokens for layer, one in zip(size.layers, each, strict=True))
     assert offloaded.kept <= 2 * max(each) * tokens + 1
     assert kept - 3 * size.num_layers <= offloaded.host_kept <= 2 * kept + 3 * size.num_layers

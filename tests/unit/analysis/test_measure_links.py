@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca_hf.analysis.profiles.measure_links import ROW_BYTES, Exchanges, MeasuringRanks, part_elements
+from distca_hf.analysis.profiles.measure_links import ROW_BYTES, MeasuringRanks, part_elements
 from distca_hf.comm.transport import AllToAll, Gathered
 from distca_hf.errors import ConfigError
 
@@ -20,8 +20,9 @@ class RecordingTransport:
     world_size: int
     asked: list[AllToAll] = field(default_factory=list)
 
-    def exchange(self, asked: AllToAll) -> None:
+    def exchange(self, asked: AllToAll) -> "Arrived":
         self.asked.append(asked)
+        return Arrived()
 
 
 def rows_between(ranks: int, per_node: int, pattern: str, between_nodes: bool) -> list[list[int]]:
@@ -30,8 +31,7 @@ def rows_between(ranks: int, per_node: int, pattern: str, between_nodes: bool) -
     for rank in range(ranks):
         transport = RecordingTransport(rank, ranks)
         measuring = MeasuringRanks(transport, torch.device("cpu"), per_node)  # type: ignore[arg-type]
-        exchanges = getattr(measuring, pattern)(4 * ROW_BYTES, between_nodes)
-        assert isinstance(exchanges, Exchanges)
+        getattr(measuring, pattern)(4 * ROW_BYTES, between_nodes)()()
         (asked,) = transport.asked
         assert (len(asked.rows), len(asked.room())) == (sum(asked.send_counts), sum(asked.receive_counts))
         sent.append(asked.send_counts)

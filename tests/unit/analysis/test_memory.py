@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from distca_hf.analysis.decoder_size import DecoderSize, LayerSize
+from distca_hf.analysis.decoder_size import DecoderSize, LayerSize, TrainingSetup
 from distca_hf.analysis.fit import RankLoad, Room, largest_tokens
-from distca_hf.analysis.memory import Memory, TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import Memory, estimate_memory
 from distca_hf.analysis.models import ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
 from support.commands import REPOSITORY
@@ -144,17 +144,17 @@ def test_the_largest_layer_is_the_peak() -> None:
     memory = estimate_memory(size, TrainingSetup(2), 1000)
 
     assert memory.gathered == 2 * 3 * 900
-    assert memory.layer == round(1000 * large.computed_bytes(8, saved=True, liger=False))
+    assert memory.layer == round(1000 * large.computed_bytes(8, TrainingSetup(1)))
     assert memory.kept == 1000 * (2 * 16 + 2 * 8 + 4 * 2)  # two inputs, one output of attention
 
 
 def test_the_largest_tokens_that_fit_are_found() -> None:
-    setup, steps = TrainingSetup(8, liger=True), range(1024, 262_145, 1024)
+    setup = TrainingSetup(8, liger=True)
 
     def total(tokens: int) -> int:
         return estimate_memory(LLAMA, setup, tokens, 1000 * tokens // 65536).total
 
     load = RankLoad(LLAMA, 65536, 1000)
-    largest = largest_tokens(load, setup, Room(72 * 2**30), steps)
+    largest = largest_tokens(load, setup, Room(72 * 2**30))
     assert total(largest) <= 72 * 2**30 < total(largest + 1024)
-    assert largest_tokens(load, setup, Room(2**30), steps) == 0
+    assert largest_tokens(load, setup, Room(2**30)) == 0

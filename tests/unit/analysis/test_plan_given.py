@@ -15,13 +15,12 @@ from distca_hf.analysis.given import GivenAnswer, GivenMicroBatch, answer
 from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile
-from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.curves import Cluster, Notes, WireBytes
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Load, nothing_sent, rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
-from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import DocumentReader
@@ -200,7 +199,7 @@ def test_even_batches_stay_and_take_as_long_as_plain_ones() -> None:
     rows = np.array([1000, 1000, 1010] * RANKS)  # in each rank's batch, within two percent
     rows[-1] += 5
     micro_batch = GivenMicroBatch.of(request, request.given_plans(places_rows=True), rows)
-    simulation = Simulation.of(request, find_profile("h200"))
+    simulation = Simulation(request, find_profile("h200"))
     plain, *ours = (simulation.step_seconds(way, [rows])[0] for way in simulation.ways())
 
     assert (micro_batch.stays, micro_batch.moved_tokens) == (True, 0)

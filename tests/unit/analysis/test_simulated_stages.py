@@ -6,18 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from distca_hf.analysis.decoder_size import TrainingSetup
 from distca_hf.analysis.epoch import pack_epoch
-from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile
-from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.curves import Cluster, Notes
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.simulate.step import GATHERED_BYTES, StagedTraining, StageMemory
-from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.pipelines.pipeline import Pipeline
@@ -163,7 +163,7 @@ def test_memory_of_a_stage_is_that_of_all_layers_its_weights_and_hops() -> None:
     stages = [in_stages.of_stage(stage) for stage in range(4)]
     interleaved = replace(in_stages, pipeline=Pipeline(4, 4))
     hidden = 65_536 * 2 * size.hidden_size
-    kept = 65_536 * size.layers[0].kept_bytes(size.hidden_size, saved=True)
+    kept = 65_536 * size.layers[0].kept_bytes(size.hidden_size, TrainingSetup(1))
 
     assert stages[0] - whole.total + whole.gathered == pytest.approx(
         GATHERED_BYTES * size.parameters // 4 + (8 + 4) * hidden, rel=1e-6

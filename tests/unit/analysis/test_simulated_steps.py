@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.memory import GIB, TrainingSetup, estimate_memory
+from distca_hf.analysis.decoder_size import GIB, TrainingSetup
+from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
-from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.curves import Cluster, Notes, WireBytes
 from distca_hf.analysis.simulate import simulation as run
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs, Passes
@@ -21,7 +22,6 @@ from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import make_result
 from distca_hf.analysis.simulate.simulation import Simulation, run_steps
 from distca_hf.analysis.simulate.step import Training
-from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, PackingError
@@ -572,7 +572,7 @@ def test_windows_leave_less_to_win() -> None:
 def test_ways_that_are_left_out_are_explained(gpus: int, context_tokens: int, words: list[str]) -> None:
     request = SimulationRequest(MODEL, gpus, 8192, context_tokens)
 
-    assert Simulation.of(request, PROFILE).missing() == words
+    assert Simulation(request, PROFILE).missing() == words
 
 
 def killed(*task: object) -> None:

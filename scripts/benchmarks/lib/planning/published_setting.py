@@ -13,12 +13,12 @@ import numpy as np
 from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
+from distca_hf.analysis.profiles.curves import Cluster
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Attention, Load, RowBytes, exchange_seconds, kernel_seconds, nothing_sent
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.simulation import Simulation
-from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from lib.planning.bench_ways import gathered
 from lib.planning.published_greedy import PAPER_TOLERANCE, plan_published_greedy
@@ -103,7 +103,7 @@ def simulate_point(
     request = SimulationRequest(
         model, gpus, tokens, context, tensor_ranks=TENSOR_RANKS, checkpointing="none", batches=batches
     )
-    simulation = Simulation.of(request, profile)
+    simulation = Simulation(request, profile)
     training, costs, cluster = simulation.training, simulation.costs, simulation.cluster
     placed = next(way for way in simulation.ways() if way.key == "placed")
     groups = [group for group in (1, 2, 4, 8, 16, 32) if group <= ranks and group * tokens >= context]
