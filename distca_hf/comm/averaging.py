@@ -78,12 +78,14 @@ def averaging(model: nn.Module) -> Iterator[Averaged]:
             if groups is not None:
                 name = f"{name} ({module.sharding_strategy.name})"
                 yield Averaged(name, [dist.get_process_group_ranks(group) for group in groups])
-    sharded = sharded_by_fsdp2(model) or {}
+    sharded, ranks_of_meshes = sharded_by_fsdp2(model) or {}, dict[int, list[int]]()
     parameters: Iterator[tuple[str, Any]] = model.named_parameters()
     for name, parameter in parameters:
         if parameter in sharded or isinstance(parameter, DTensor):
             mesh: DeviceMesh = sharded[parameter].mesh if parameter in sharded else parameter.device_mesh
-            yield Averaged(f"the device mesh of {name}", [mesh.mesh.flatten().tolist()], parameter not in sharded)
+            if id(mesh) not in ranks_of_meshes:  # a mesh computes its ranks again whenever asked
+                ranks_of_meshes[id(mesh)] = mesh.mesh.flatten().tolist()
+            yield Averaged(f"the device mesh of {name}", [ranks_of_meshes[id(mesh)]], parameter not in sharded)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
