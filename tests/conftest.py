@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[VARIABLE] = "1"
     settings.register_profile(
         "distca",
-        max_examples=300 if is_thorough() else 100,
+        max_examples=300 if is_thorough() else 50,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

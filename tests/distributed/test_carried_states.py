@@ -48,8 +48,8 @@ from support.wide_models import FAMILIES, tiny_config_of, wide_model
 pytestmark = [pytest.mark.usefixtures("one_core"), states_travel]
 CHECKPOINTING = ("none", "non-reentrant", "reentrant", "attending again")
 KINDS = ("qwen3_next", "bamba", "jamba", "lfm2")  # a family of each kind of mixer
-# One layout more for each family, besides those that all have.
-ALSO = dict(zip(FAMILIES, [EIGHT, FOUR, TWO, EIGHT, EIGHT, FOUR, TWO, FOUR, EIGHT, ONE_WITHOUT, TWO], strict=True))
+# One layout more for each kind, besides the one that all families have.
+ALSO = dict(zip(KINDS, (EIGHT, FOUR, TWO, ONE_WITHOUT), strict=True))
 
 
 @cache
@@ -87,7 +87,8 @@ def test_step_on_cut_documents_is_that_of_every_document_alone(model_type: str) 
     expected, plain = alone(model_type), step(model_type, THREE, "none")
 
     assert plain.difference(expected) <= LARGEST_DIFFERENCE
-    assert step(model_type, ALSO[model_type], "none").difference(expected) <= LARGEST_DIFFERENCE
+    if model_type in ALSO:
+        assert step(model_type, ALSO[model_type], "none").difference(expected) <= LARGEST_DIFFERENCE
     # Summaries start before whole documents run, so the latest exchange of a layer goes back first.
     assert len(plain.forward) == (1 if model_type == "lfm2" else 2) * len(
         {place.split(", ")[0] for place in plain.forward}
@@ -95,7 +96,7 @@ def test_step_on_cut_documents_is_that_of_every_document_alone(model_type: str) 
     back = [place.replace("forward", "backward") for place in reversed(plain.forward)]
     assert plain.backward == back
     in_all_ways = model_type in KINDS or is_thorough()
-    for checkpointing in CHECKPOINTING[1:] if in_all_ways else [in_turn(model_type)]:
+    for checkpointing in CHECKPOINTING[1:] if in_all_ways else ():  # others are below
         made = step(model_type, THREE, checkpointing)
         assert made.difference(expected) <= LARGEST_DIFFERENCE, checkpointing
         assert made.forward == plain.forward
@@ -110,15 +111,18 @@ def test_step_on_cut_documents_is_that_of_every_document_alone(model_type: str) 
 def test_steps_are_right_if_ranks_divide_heads(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer heads than ranks, too: some fold none."""
     monkeypatch.setattr(folds, "LEAST_SAVED_BYTES", -math.inf)
-    expected, plain = alone(model_type), step(model_type, THREE, "none")
+    in_all_ways = model_type in KINDS or is_thorough()
+    first = "none" if in_all_ways else in_turn(model_type)
+    expected, plain = alone(model_type), step(model_type, THREE, first)
 
     assert plain.difference(expected) <= LARGEST_DIFFERENCE
-    assert step(model_type, EIGHT, "none").difference(expected) <= LARGEST_DIFFERENCE
+    if in_all_ways:
+        assert step(model_type, EIGHT, "none").difference(expected) <= LARGEST_DIFFERENCE
     returned = [place for place in plain.forward if "states" in place]
     assert len(returned) == len({*returned}) == len([place for place in plain.forward if "summaries" in place])
     back = [place.replace("forward", "backward") for place in reversed(plain.forward)]
-    assert plain.backward == back
-    for checkpointing in CHECKPOINTING[1:] if is_thorough() else [in_turn(model_type)]:
+    assert first == "reentrant" or plain.backward == back
+    for checkpointing in CHECKPOINTING[1:] if is_thorough() else [in_turn(model_type)] * in_all_ways:
         again = step(model_type, THREE, checkpointing)
         assert again.difference(expected) <= LARGEST_DIFFERENCE, checkpointing
         assert checkpointing == "reentrant" or again.backward == back
@@ -194,8 +198,8 @@ def test_heads_are_divided_if_that_saves_more_than_an_exchange_costs(monkeypatch
 @pytest.mark.parametrize(
     ("model_type", "checkpointing"),
     [
-        *(("qwen3_next", way) for way in ("none", "non-reentrant", "attending again")),
-        *(("jamba", way) for way in ("non-reentrant", "reentrant")),
+        *(("qwen3_next", way) for way in ("non-reentrant", "attending again")),
+        ("jamba", "reentrant"),
     ],
 )
 def test_two_passes_may_run_before_backward(model_type: str, checkpointing: str) -> None:
@@ -246,7 +250,7 @@ def build_partly_trained(model_type: str, trained: str, implementation: str) -> 
         for one, model_type in enumerate(KINDS[:3])
         for other, trained in enumerate([*TRAINED, "LoRA"])
         for number, checkpointing in enumerate(CHECKPOINTING[:3])
-        if is_thorough() or number == (one + other) % 3  # all pairs
+        if is_thorough() or (number == (one + other) % 3 and (one + other) % 2 == 0)
     ],
 )
 def test_a_rank_without_fragments_makes_the_exchanges_of_the_others(

@@ -62,7 +62,7 @@ def measure(folder: Path, wrap: str) -> dict[tuple[int, bool], tuple[int, int]]:
             | {"bf16": True, "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": synced}}}
         )
         sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=8))
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4))
         weights = sum(int(getattr(weight, "ds_numel", weight.numel())) for weight in model.parameters())
         trainer = Measured(model, args, train_dataset=dataset)
         trainer.train()

@@ -256,9 +256,9 @@ def expected(name: str, world: int) -> tuple[list[float], Gradients]:
 
 def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int, ...], tuple[int, ...], bool]]:
     """Loss of this rank, mean gradients, tokens of all ranks before and after, and whether rows crossed."""
-    results = {}
+    results, plugin = {}, distca_hf.DistCAPlugin()
     for name in names:
-        case, plugin = CASES[name], distca_hf.DistCAPlugin()
+        case = CASES[name]
         model = distca_hf.enable(case.make("distca"), plugin)
         case.prepare(model)
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters="image" in name)
@@ -269,7 +269,7 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int,
         planner = watch_of(model).planner
         counts = planner.history[-1].tokens_before, planner.history[-1].tokens
         results[name] = (loss.item(), gradients_of(model), *counts, planner.latest_moves.crosses)
-        plugin.close()
+    plugin.close()
     return results
 
 
@@ -298,7 +298,7 @@ def test_gradients_are_those_of_data_parallelism(
 
 # Seeds of random batches for each number of ranks, with every kind of model and what may be frozen.
 # `scripts/faults/random_batches.py` trains on 200 for each.
-DRAWS = {2: (0, 1, 6, 7, 11, 13, 15), 3: (17, 19, 20), 4: (23, 24)}
+DRAWS = {2: (0, 6, 7, 11, 13, 15), 3: (17, 20), 4: (23, 24)}
 
 
 @pytest.mark.parametrize("world", DRAWS)

@@ -43,6 +43,7 @@ from support.given_batches import (
 from support.models import VOCABULARY, plain_attention, tiny_config
 from support.ranks import run_ranks
 from support.rows_of_documents import packed, padded, words
+from support.thorough import is_thorough
 from support.versions import states_travel
 from support.wide_models import FAMILIES, wide_model
 
@@ -237,8 +238,13 @@ def tree_of_three(seed: int) -> list[Batch]:
 
 # Ranks are even as they are, and the third one has neither a prefix nor what follows one.
 WITHOUT = [continuing(PROMPT, 50), [*continuing(PROMPT, 50, seed=200), words(144, 10)], [words(200, 11)]]
-# Families whose states differ in kind.
-KINDS = ("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2")
+# Families whose states differ in kind, and what is trained of each.
+KINDS = {
+    "qwen3_next": "only A_log is",
+    "bamba": "only A_log is",
+    "jamba": "everything is",
+    "lfm2": "only embeddings are",
+}
 TRAINED: dict[str, Callable[[str], bool]] = {
     "everything is": lambda name: True,
     "only A_log is": lambda name: name.endswith(("A_log", "conv.weight")),
@@ -249,17 +255,16 @@ TRAINED: dict[str, Callable[[str], bool]] = {
 def cases_of(family: str) -> dict[str, Case]:
     """Cases of a family of hybrids."""
     is_reentrant, seed = len(family) % 2 == 0, len(family)
-    cases = {
-        "a tree": Case([padded(TREE[:3]), padded(TREE[3:])], 5 * 128 + 3 * 64),
-        "another": Case(tree_of_three(seed), 1, prepare=checkpointed(is_reentrant)),
-        "ranks divide heads": Case(tree_of_three(seed + 1), 1, divides_heads=True),
-    }
-    if family in KINDS:
+    cases = {"a tree": Case([padded(TREE[:3]), padded(TREE[3:])], 5 * 128 + 3 * 64)}
+    cases["another"] = Case(tree_of_three(seed), 1, prepare=checkpointed(is_reentrant))
+    if family in KINDS or is_thorough():
+        cases["ranks divide heads"] = Case(tree_of_three(seed + 1), 1, divides_heads=True)
+    if family in ("qwen3_next", "bamba") or is_thorough():
         cases["a prompt longer than a rank's share"] = Case([padded(LONG), padded([words(7, 9)])], 384)
-        for name, trained in TRAINED.items():
-            saves = checkpointed(reentrant=False) if name == "only A_log is" else Case.prepare
-            batches = [*map(padded, WITHOUT)]
-            cases[f"one rank without, {name} trained"] = Case(batches, PREFIX, prepare=saves, trained=trained)
+    for name in TRAINED if is_thorough() else [KINDS[family]] if family in KINDS else []:
+        saves = checkpointed(reentrant=False) if name == "only A_log is" else Case.prepare
+        batches = [*map(padded, WITHOUT)]
+        cases[f"one rank without, {name} trained"] = Case(batches, PREFIX, prepare=saves, trained=TRAINED[name])
     return {f"{family}, {name}": replace(case, kind=family) for name, case in cases.items()}
 
 
@@ -287,13 +292,12 @@ def _alone(name: str, rank: int) -> tuple[float, Gradients]:
 
 def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, list[str]]]:
     """Loss of this rank, mean gradients, shared tokens, tokens that layers computed, and lines of the log."""
-    results = {}
+    results, plugin = {}, distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
     for name in names:
         case, lines = CASES[name], list[str]()
         handler = logging.Handler()
         handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("distca_hf").addHandler(handler)
-        plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=LEAST_TOKENS)
         model = distca_hf.enable(case.model("distca"), plugin)
         case.prepare(model)
         wrapped = case.wrap(model)
@@ -309,11 +313,17 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, 
         }
         assert (case.wrap is sharded) == any(isinstance(weight, DTensor) for weight in model.parameters())
         results[name] = loss.item(), gradients, facts.shared_tokens, sum(facts.tokens), lines
-        plugin.close()
+    plugin.close()
     return results
 
 
-@pytest.mark.parametrize("name", ["a tree", "packs", "experts with their loss", "reentrant", "prompts too short"])
+# Compiling costs seconds of every rank.
+OF_ONE = ["compiled"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a tree", "packs", "experts with their loss", "reentrant", "prompts too short", *OF_ONE]
+)
 def test_one_rank_computes_shared_prefixes_once(name: str) -> None:
     check_one_rank(name)
 
@@ -364,7 +374,14 @@ def test_one_rank_moves_no_rows_for_less_than_a_tenth_of_its_tokens() -> None:
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
     names = [name for name, case in CASES.items() if case.kind not in FAMILIES]
     trees = [name for name in names if "tree" in name]
-    check(world, {2: names, 3: sorted({*names[1::2], *trees} - {"compiled"}), 4: trees}[world], tmp_path)
+    if is_thorough():
+        check(world, names, tmp_path)
+    else:
+        check(
+            world,
+            {2: [name for name in names if name not in OF_ONE], 3: [*trees, "packs", "sharded"], 4: trees}[world],
+            tmp_path,
+        )
 
 
 def test_one_of_three_ranks_has_no_fragments_if_it_is_meant_to() -> None:
@@ -384,7 +401,8 @@ def test_one_of_three_ranks_has_no_fragments_if_it_is_meant_to() -> None:
 @states_travel
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_go_to_all_documents_that_continue_a_prefix(family: str, tmp_path: Path) -> None:
-    check(3 if family in KINDS else 2, [*cases_of(family)], tmp_path)
+    in_one_process = [] if is_thorough() else [f"{family}, a tree"]
+    check(3 if family in KINDS else 2, [name for name in cases_of(family) if name not in in_one_process], tmp_path)
 
 
 def check(world: int, names: Sequence[str], folder: Path) -> None:

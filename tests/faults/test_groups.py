@@ -65,7 +65,7 @@ def _attach_on_one(folder: Path, attached: int) -> None:
     """As where only one of two machines has DISTCA_ATTACH=1."""
     groups.QUIET_SECONDS = 0.1
     if dist.get_rank() == attached:
-        os.environ["DISTCA_TIMEOUTS_AGREEMENT_SECONDS"] = "2"
+        os.environ["DISTCA_TIMEOUTS_AGREEMENT_SECONDS"] = "0.5"  # the other rank never comes
         distca_hf.attach_every_trainer()
     ids = [[7] * length for length in (5, 40, 9, 11)]
     Trainer(

@@ -35,7 +35,7 @@ def test_outputs_and_gradients_equal_unsplit_attention(kind: str, seed: int, num
     check_exact(Case.draw(seed, plan.layout, plan))
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     seed=SEEDS,
     num_ranks=RANKS,
@@ -71,7 +71,7 @@ class LocalHeads(Case):
         return q, k, v, dout
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**32 - 1),
     head_groups=st.sampled_from([1, 2]),

@@ -12,6 +12,7 @@ from distca_hf.runtime import alike_layers
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall
 from distca_hf.runtime.remote_kv import KVDispatch
 from support.event_log import CASES, KINDS, OrderCase, digest_of, events_of
+from support.thorough import is_thorough
 
 
 DIGESTS = Path(__file__).with_name("event_orders.json")
@@ -26,7 +27,7 @@ def changed(numbers: Iterable[int]) -> Iterator[int]:
 
 
 def test_events_come_in_the_order_of_before() -> None:
-    assert list(changed(CASES)) == [], (
+    assert list(changed(CASES if is_thorough() else CASES[::2])) == [], (
         "attention does something else, or in another order: compare the lines of such a case in both trees, "
         "`cd tests && python -m support.event_log NUMBER`; if it is meant, write the digests anew as said there"
     )

@@ -191,7 +191,7 @@ def test_work_of_tiny_batches_is_equal_within_whole_tokens(case: Case) -> None:
     assert max(abs(rank - mean) for rank in work) <= 0.012 * mean + 4 * max(layout.document_tokens, default=0)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(case=CASES, seed=st.integers(0, 2**32 - 1), cost=st.sampled_from(list(COSTS)))
 def test_documents_in_another_order_give_the_same_layout(case: Case, seed: int, cost: str) -> None:
     """Up to the names of equally long documents: segments are compared by the lengths of their documents."""
@@ -219,7 +219,7 @@ def test_documents_in_another_order_give_the_same_layout(case: Case, seed: int, 
     assert len(one.stripes) == len(other.stripes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(case=NORMAL, seed=st.integers(0, 2**32 - 1))
 @example(case=Case("one document", 0, 64, 1, 1, 16384), seed=1536)  # the last nodes found nothing light
 @example(case=Case("one document", 0, 64, 1, 1, 16384), seed=10)

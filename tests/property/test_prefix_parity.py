@@ -291,7 +291,7 @@ def test_layouts_that_hold_a_prefix_twice_are_refused() -> None:
         plan.tasks.validate(sharing)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_ranks=st.sampled_from([1, 2, 3, 4]),

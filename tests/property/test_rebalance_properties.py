@@ -161,7 +161,7 @@ def described(plan: Plan) -> list[tuple[object, ...]]:
     return sorted((sorted(home), sorted(work)) for home, work in zip(held, computed, strict=True))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(SEEDS, st.integers(2, 9), HEAD_GROUPS, st.booleans())
 def test_ranks_compute_by_speed(seed: int, num_ranks: int, head_groups: int, spanning: bool) -> None:
     rng = random.Random(seed)
@@ -180,7 +180,7 @@ def test_ranks_compute_by_speed(seed: int, num_ranks: int, head_groups: int, spa
     assert np.all(work <= (1 + TOLERANCE) * share + num_ranks * (slack_of(layout, mean) + query))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(SEEDS, st.integers(2, 9), HEAD_GROUPS)
 def test_bytes_stay_within_a_limit(seed: int, num_ranks: int, head_groups: int) -> None:
     layout = packed_layout(random.Random(seed), num_ranks)

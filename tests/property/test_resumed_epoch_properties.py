@@ -63,7 +63,7 @@ class Run:
         return resumed, max_steps
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(LENGTHS, st.integers(1, 3), st.lists(st.tuples(SIZES, st.integers(1, 5)), max_size=4), SIZES)
 def test_every_document_comes_once_per_epoch(
     lengths: np.ndarray, epochs: int, stops: list[tuple[tuple[int, int], int]], last: tuple[int, int]
@@ -79,7 +79,7 @@ def test_every_document_comes_once_per_epoch(
     assert run.epochs[-1] == epochs
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(LENGTHS, st.floats(0.05, 3.0), st.tuples(SIZES, st.integers(0, 5)), SIZES, st.integers(1, 30))
 def test_stopping_once_more_changes_no_count(
     lengths: np.ndarray, epochs: float, first: tuple[tuple[int, int], int], second: tuple[int, int], steps: int
@@ -95,7 +95,7 @@ def test_stopping_once_more_changes_no_count(
     assert same_max_steps == max_steps
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(LENGTHS, st.floats(0.05, 3.0), SIZES, st.integers(0, 40))
 def test_counts_of_an_uninterrupted_run_are_trainers(
     lengths: np.ndarray, epochs: float, sizes: tuple[int, int], stop: int
@@ -116,7 +116,7 @@ def test_counts_of_an_uninterrupted_run_are_trainers(
     assert run.epochs == positions[:max_steps]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(LENGTHS, st.floats(0.05, 2.0), st.tuples(SIZES, st.integers(1, 5)), SIZES)
 def test_share_of_an_epoch_is_trained_and_not_much_more(
     lengths: np.ndarray, epochs: float, first: tuple[tuple[int, int], int], second: tuple[int, int]

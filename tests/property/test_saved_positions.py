@@ -131,7 +131,7 @@ def mutated(draw: st.DrawFn, state: dict[str, Any]) -> tuple[list[str], dict[str
     return names, other
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from(sorted(KINDS)))
 def test_mutated_positions_are_refused_by_name_or_mean_the_same(data: st.DataObject, kind: str) -> None:
     loader, state, documents = made(kind)

@@ -183,7 +183,7 @@ def check(step: Step) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_gradients_are_those_of_every_row_alone(kind: str, data: st.DataObject) -> None:
     check(data.draw(steps(kind)))
@@ -191,7 +191,7 @@ def test_gradients_are_those_of_every_row_alone(kind: str, data: st.DataObject) 
 
 @states_travel
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5"])
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_states_are_those_of_every_row_alone(kind: str, data: st.DataObject) -> None:
     check(data.draw(steps(kind)))

@@ -17,7 +17,7 @@ from distca_hf.testing import LoopbackTransport, LoopbackWorld, run_ranks
 from support.streams import Rows, all_tokens, numbered, numbered_stream, tokens_in
 
 
-DOCUMENTS, TOKENS_PER_RANK, MICRO_STEPS = 200, 48, 3
+DOCUMENTS, TOKENS_PER_RANK, MICRO_STEPS = 120, 48, 3
 WORLDS = (1, 2, 3, 4)
 State = dict[str, Any]
 # Tokens, positions and labels of a micro-batch on one rank.

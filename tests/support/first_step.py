@@ -4,8 +4,12 @@ ranks. That is the sources that models are checked by, and the names of weights 
 import gc
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from packaging.version import Version
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import distca_hf
@@ -14,12 +18,23 @@ import support.parity
 import support.redoing
 import support.staged
 import support.training  # noqa: F401
+from distca_hf.integrations.models.mixers import LOWEST_STATES
 from support.data import random_dataset
 from support.models import tiny_model
+from support.multimodal import multimodal_model
 from support.package_metadata import read_once
+from support.versions import TRANSFORMERS
+from support.wide_models import wide_model
 
 
 KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
+# Models that are only checked: their classes are read once for all ranks.
+CHECKED: list[Callable[[], nn.Module]] = [
+    *(partial(tiny_model, kind, num_hidden_layers=2) for kind in ("llama4", "minimax")),
+    partial(multimodal_model, "qwen2_5_vl"),
+]
+if TRANSFORMERS >= Version(LOWEST_STATES):
+    CHECKED += [partial(multimodal_model, "qwen3_vl"), partial(wide_model, "qwen3_5", "distca")]
 
 
 def make_step(kind: str) -> None:
@@ -30,11 +45,20 @@ def make_step(kind: str) -> None:
     plugin.close()
 
 
+def check(make: Callable[[], nn.Module]) -> None:
+    """Enables a model that is not trained."""
+    plugin = distca_hf.DistCAPlugin()
+    distca_hf.enable(make(), plugin)
+    plugin.close()
+
+
 read_once()
 torch.set_num_threads(1)
 with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
     for one in KINDS:
         make_step(one)
+    for make in CHECKED:
+        check(make)
     tiny_model().save_pretrained(folder)
     AutoModelForCausalLM.from_pretrained(folder)
 sys.excepthook = sys.__excepthook__  # plugins have put up theirs, and torch keeps what it finds

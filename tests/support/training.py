@@ -24,7 +24,7 @@ from support.shard_on_cpu import let_accelerate_shard_on_cpu
 
 # Drift shows in many steps, everything else in a few; in these an epoch ends, too.
 MANY_STEPS = 50
-STEPS = 6
+STEPS = 4
 CAPACITY_TOKENS = 192
 LEARNING_RATE = 1e-3
 SEED = 7
@@ -110,8 +110,8 @@ def quiet_arguments(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def training_dataset() -> Dataset:
-    """Documents of five micro-batches."""
-    return random_dataset(count=20)
+    """Documents of three micro-batches."""
+    return random_dataset(count=12)
 
 
 def train_reference(folder: Path, accumulation: int, lora: bool, steps: int) -> Curve:
