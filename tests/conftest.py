@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Torch's compiler would compile programs for seconds to learn which vectors this CPU has. Its kernels need none here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# Nor processes that compile beside it: each would import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Without compiled files every process would compile the package again, and pytest all tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What launched processes begin with.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "support" / "launched"), os.environ.get("PYTHONPATH")])
@@ -49,13 +55,11 @@ gc.disable()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def modules_are_no_garbage() -> Iterator[None]:
+def modules_are_no_garbage() -> None:
     """Accelerate collects garbage after every training, and would spend half of the time of tests with a Trainer on
-    what imported modules hold."""
+    what imported modules hold. So would pytest at the end."""
     gc.freeze()
     gc.enable()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

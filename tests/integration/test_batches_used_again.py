@@ -199,8 +199,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Out
     return run_ranks(1, use_again, folder, "plain", folder)[0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "world"), [*((kind, 2) for kind in KINDS), ("placed", 1)])
 def test_second_passes_are_those_on_padded_rows_or_refused(
     kind: str, world: int, plain: dict[tuple[str, str], Outcome], tmp_path: Path
 ) -> None:

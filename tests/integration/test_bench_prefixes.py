@@ -15,14 +15,14 @@ from support.scripts import run_script, small_llama
 
 SIZES = {"prompt_tokens": 300, "turn_tokens": 150, "tool_tokens": 30, "turns": 3, "branches": 4}
 OF_GROUPS = {"rows": 4, "generations": 4, "micro_batches": 2}
-RANKS, ROUNDS = 2, 2
+RANKS, ROUNDS = 2, 1
 
 
 def test_prefixes_are_computed_once(tmp_path: Path) -> None:
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(small_llama(vocab_size=512)))
     sizes = [word for name, size in (SIZES | OF_GROUPS).items() for word in (f"--{name.replace('_', '-')}", str(size))]
-    steps = ["--tasks", "2", "--rounds", str(ROUNDS), "--warmup", "1", "--checkpointing", "full"]
+    steps = ["--tasks", "2", "--rounds", str(ROUNDS), "--warmup", "0", "--checkpointing", "full"]
     words = ["scripts/benchmarks/shared_prefixes.py", "--device", "cpu", "--config", config, "--out", out]
     printed = run_script(RANKS, tmp_path, [*words, *sizes, *steps])
     workloads = json.loads(out.read_text())["workloads"]

@@ -18,9 +18,10 @@ import distca_hf
 from support.compiling import forget_graphs, graph_breaks, graphs_made
 from support.data import random_dataset
 from support.models import tiny_model
+from support.thorough import is_thorough
 
 
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 TOKENS = 192
 
 
@@ -81,19 +82,24 @@ def expected() -> list[tuple[float, float]]:
     return _steps(_plain, compiled=False)[0]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+THOROUGH_WAYS = [
+    pytest.param(_reentrant, "save", 2 * NUM_LAYERS, True, id="reentrant, compiled"),
+    pytest.param(_selective, "recompute", NUM_LAYERS, True, id="own selective, compiled"),
+]
+
+
 @pytest.mark.parametrize(
-    ("checkpoint", "attention", "forward_calls"),
+    ("checkpoint", "attention", "forward_calls", "compiled"),
     [
-        (_plain, "save", NUM_LAYERS),
-        (_non_reentrant, "save", NUM_LAYERS),
-        (_non_reentrant, "recompute", 2 * NUM_LAYERS),
-        (_wrapped, "save", NUM_LAYERS),
-        (_wrapped, "recompute", 2 * NUM_LAYERS),
-        (_reentrant, "save", 2 * NUM_LAYERS),
-        (_selective, "recompute", NUM_LAYERS),
+        pytest.param(_non_reentrant, "save", NUM_LAYERS, False, id="default"),
+        pytest.param(_non_reentrant, "save", NUM_LAYERS, True, id="default, compiled"),
+        pytest.param(_non_reentrant, "recompute", 2 * NUM_LAYERS, False, id="recompute"),
+        pytest.param(_wrapped, "save", NUM_LAYERS, False, id="wrapper"),
+        pytest.param(_wrapped, "recompute", 2 * NUM_LAYERS, True, id="wrapper, recompute, compiled"),
+        pytest.param(_reentrant, "save", 2 * NUM_LAYERS, False, id="reentrant"),
+        pytest.param(_selective, "recompute", NUM_LAYERS, False, id="own selective"),
+        *(THOROUGH_WAYS if is_thorough() else ()),
     ],
-    ids=["plain", "default", "recompute", "wrapper", "wrapper recompute", "reentrant", "own selective"],
 )
 def test_numbers_are_equal_and_saved_attention_runs_once(
     checkpoint: Callable[[nn.Module], None],

@@ -36,7 +36,8 @@ def packs(rank: int) -> Iterator[dict[str, Any]]:
 
 
 def train(kind: str, placed: bool, compiled: bool) -> tuple[Numbers, list[str], int]:
-    """Numbers of this rank, why graphs broke, and how many there are."""
+    """Numbers of this rank, why graphs broke, and how many there are. Rank 0 compiles, which takes seconds of every
+    rank that does; plain layers of the other one meet the same exchanges."""
     plugin = distca_hf.DistCAPlugin(**({"tokens_per_rank": 96} if placed else {}))
     model = tiny_model(kind, num_hidden_layers=LAYERS[kind]).train()
     distca_hf.enable(model, plugin, longest_document_tokens=200)
@@ -44,8 +45,8 @@ def train(kind: str, placed: bool, compiled: bool) -> tuple[Numbers, list[str], 
     model.model.register_forward_hook(
         lambda module, args, given, out: plans.append(given["distca_plan"]), with_kwargs=True
     )
-    if compiled:
-        model.compile(backend="aot_eager")
+    if compiled and dist.get_rank() == 0:
+        model.compile(backend="eager")
     wrapped = nn.parallel.DistributedDataParallel(model)
     rows = random_dataset(lengths=(150, 30))
     numbers = []
@@ -67,9 +68,8 @@ def test_numbers_are_those_of_plain_layers(kind: str, placed: bool, tmp_path: Pa
     plain = run_ranks(2, train, tmp_path / "plain", kind, placed, False)
     compiled = run_ranks(2, train, tmp_path / "compiled", kind, placed, True)
 
-    for (numbers, breaks, graphs), (expected, _, none) in zip(compiled, plain, strict=True):
-        assert none == 0
-        assert graphs > 0
+    for rank, ((numbers, breaks, graphs), (expected, *_)) in enumerate(zip(compiled, plain, strict=True)):
+        assert (graphs > 0) is (rank == 0)
         for made, usual in zip(numbers, expected, strict=True):
             assert made == pytest.approx(usual, rel=1e-5)
         known = r"class Apart|function <function Apart|GiveDocuments|hidden_from_dynamo|move_(in|home)"

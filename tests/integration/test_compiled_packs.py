@@ -107,11 +107,6 @@ def _aot(model: nn.Module) -> None:
         layer.compile(backend="aot_eager")
 
 
-def _dynamic(model: nn.Module) -> None:
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager", dynamic=True)
-
-
 def _inductor(model: nn.Module) -> None:
     for layer in model.model.layers:
         layer.compile()
@@ -138,8 +133,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int],
 @pytest.mark.parametrize(
     ("placed", "compile_layers", "layers", "compiling", "kv_residency", "attention"),
     [
-        pytest.param(False, _aot, 2, 2, "auto", "", id="packs"),
-        pytest.param(False, _dynamic, 2, 1, "keep", "save", id="packs, checkpointed"),
+        pytest.param(False, _aot, 2, 1, "auto", "", id="packs"),
         pytest.param(False, _whole, 1, 1, "keep", "", id="packs, whole model"),
         pytest.param(True, _eager, 2, 2, "refetch", "", id="placed"),
         pytest.param(True, _aot, 2, 2, "keep", "recompute", id="placed, recomputed"),

@@ -1,9 +1,6 @@
 """Hybrids, whose layers mix tokens by other means than attention too: a step on ranks has the loss and gradients of
 every document alone. Documents are cut, unless a state cannot travel."""
 
-import importlib
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +10,9 @@ import torch
 
 import distca_hf
 from distca_hf.analysis.check.trial import Step, documents_dataset, gradients_of, loader_of, planner_of
-from distca_hf.comm.transport import LocalTransport
+from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.planning.plan import PlanFacts
-from support.commands import REPOSITORY
-from support.ranks import run_ranks
+from distca_hf.testing import run_ranks
 from support.sweeping import config_class_of
 from support.versions import states_travel
 
@@ -60,40 +55,40 @@ def pack(documents: list[Any]) -> dict[str, Any]:
     }
 
 
-def step_on_pack(sweep: ModuleType, kind_name: str, model_type: str, packs: list[list[int]], rank: int) -> Any:
+def step_on_pack(model: Any, packs: list[list[int]], transport: Transport, longest_tokens: int) -> Any:
     """Runs a step of a rank on its own pack; returns it, and facts of the plan unless there is one rank."""
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     documents.sort(key=lambda document: len(document.input_ids))
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
-    kind = sweep.KINDS[kind_name]
-    model = sweep.tiny_model(config_class_of(kind, model_type), kind).build("distca")
-    distca_hf.enable(model, distca_hf.DistCAPlugin(), sweep.LONGEST_TOKENS)
-    batch = pack([documents[number] for number in packs[rank]])
+    plugin = distca_hf.DistCAPlugin()
+    plugin.use_grid(transport.grid)
+    plugin.training_transport = lambda device: transport  # type: ignore[method-assign]
+    distca_hf.enable(model, plugin, longest_tokens)
+    batch = pack([documents[number] for number in packs[transport.rank]])
     loss = model(**batch, num_items_in_batch=torch.tensor(labels / len(packs)), use_cache=False).loss
     loss.backward()
     planner = watch_of(model).planner
     return Step(loss.item(), gradients_of(model)), None if planner is None else planner.history[-1]
 
 
-def _step_of_rank(kind_name: str, model_type: str, packs: list[list[int]]) -> tuple[Step, PlanFacts]:
-    sys.path.insert(0, str(REPOSITORY / "scripts" / "models"))
-    sweep = importlib.import_module("sweep")
-    sweep.be_quiet()
-    return step_on_pack(sweep, kind_name, model_type, packs, torch.distributed.get_rank())  # type: ignore[no-any-return]
-
-
-def check_steps(sweep: ModuleType, kind_name: str, model_type: str, folder: Path) -> None:
+def check_steps(sweep: ModuleType, kind_name: str, model_type: str) -> None:
     """Asserts that steps on packs, and on documents that are placed, have the numbers of documents alone."""
     kind, is_whole = sweep.KINDS[kind_name], model_type in WHOLE
     tiny = sweep.tiny_model(config_class_of(kind, model_type), kind)
     expected = sweep.step_alone(tiny.build_plain())
     for packs in PACKS:
+        models, longest_tokens = [tiny.build("distca") for _ in packs], sweep.LONGEST_TOKENS
         if len(packs) == 1:
-            step, _ = step_on_pack(sweep, kind_name, model_type, packs, rank=0)
+            step, _ = step_on_pack(models[0], packs, LocalTransport(), longest_tokens)
         else:
+
+            def run(
+                transport: Transport, models: Any = models, packs: Any = packs, longest: int = longest_tokens
+            ) -> Any:
+                return step_on_pack(models[transport.rank], packs, transport, longest)
+
             num_ranks = len(packs)
-            of_ranks = run_ranks(num_ranks, _step_of_rank, folder, kind_name, model_type, packs)
-            steps, (facts, *_) = zip(*of_ranks, strict=True)
+            steps, (facts, *_) = zip(*run_ranks(num_ranks, run), strict=True)
             gradients = torch.stack([of_rank.gradients for of_rank in steps]).mean(0)
             step = Step(sum(of_rank.loss for of_rank in steps) / num_ranks, gradients)
             assert (facts.cut_documents > 0) is not is_whole
@@ -109,13 +104,11 @@ def check_steps(sweep: ModuleType, kind_name: str, model_type: str, folder: Path
 
 @states_travel
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: ModuleType, tmp_path: Path) -> None:
-    check_steps(sweep, "text", model_type, tmp_path)
+def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
+    check_steps(sweep, "text", model_type)
 
 
 @states_travel
 @pytest.mark.parametrize("model_type", MULTIMODAL)
-def test_step_of_a_multimodal_hybrid_is_that_of_every_document_alone(
-    model_type: str, sweep: ModuleType, tmp_path: Path
-) -> None:
-    check_steps(sweep, "images", model_type, tmp_path)
+def test_step_of_a_multimodal_hybrid_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
+    check_steps(sweep, "images", model_type)

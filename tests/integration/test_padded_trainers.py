@@ -53,7 +53,7 @@ from support.training import quiet_arguments
 
 KINDS = ("llama", "gemma3")
 WORLD = 2
-STEPS = 10 if is_thorough() else 4
+STEPS = 10 if is_thorough() else 3
 ROWS = 2 * STEPS  # two epochs
 # Of answers, in turn: one is longer than all others together.
 LENGTHS = (20, 4, 9, 30, 6, 200, 3, 12)
@@ -244,11 +244,11 @@ IN_PARTS = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
 _dpo = partial(_preferences, DPOTrainer, DPOConfig, ("chosen", "rejected"))
 _reward = partial(_preferences, RewardTrainer, RewardConfig, ("chosen", "rejected"))
 _grpo, _rloo = partial(_policy, GRPOTrainer, GRPOConfig), partial(_policy, RLOOTrainer, RLOOConfig)
+_kto = partial(_preferences, KTOTrainer, KTOConfig, ("completion",))
 # With models of two kinds.
 TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
     "dpo": partial(_dpo, **IN_PARTS),
-    "kto": partial(_preferences, KTOTrainer, KTOConfig, ("completion",)),
-    "grpo": partial(_grpo),
+    **({"kto": _kto, "grpo": _grpo} if is_thorough() else {}),
 }
 # Whose batches have several answers to a prompt.
 WITH_PROMPTS = ("dpo", "reward", "grpo", "rloo", "sft, one prompt")
@@ -260,7 +260,7 @@ THOROUGH_TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
 }
 # With one kind of model.
 MORE_TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
-    **(THOROUGH_TRAINERS if is_thorough() else {}),
+    **(THOROUGH_TRAINERS if is_thorough() else {"kto": _kto}),
     "reward, lora": partial(_reward, lora=True, **IN_PARTS),
     "grpo, lora": partial(_grpo, lora=True, generations=4, **IN_PARTS),
     "rloo": partial(_rloo, generations=4, **IN_PARTS),

@@ -65,13 +65,17 @@ def _train(folder: Path, implementation: str, wrap: str = "ddp", report_every_st
     return losses, weights, towers.seen
 
 
-def _train_both(folder: Path) -> tuple[Result, Result]:
-    return _train(folder, "sdpa"), _train(folder, "distca")
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """What rank 0 has with sdpa."""
+    folder = tmp_path_factory.mktemp("usual")
+    result: Result = run_ranks(WORLD, _train, folder / "ranks", folder, "sdpa")[0]
+    return result
 
 
 @images_may_move
-def test_losses_are_those_of_sdpa_and_towers_are_even(tmp_path: Path) -> None:
-    (usual, ours), _ = run_ranks(WORLD, _train_both, tmp_path / "ranks", tmp_path)
+def test_losses_are_those_of_sdpa_and_towers_are_even(usual: Result, tmp_path: Path) -> None:
+    ours, _ = run_ranks(WORLD, _train, tmp_path / "ranks", tmp_path, "distca")
 
     for (loss, norm), (loss_of_sdpa, norm_of_sdpa) in zip(ours[0], usual[0], strict=True):
         assert loss == pytest.approx(loss_of_sdpa, rel=2e-6, abs=1e-5)
@@ -86,10 +90,9 @@ def test_losses_are_those_of_sdpa_and_towers_are_even(tmp_path: Path) -> None:
     ("wrap", "servers", "report"), [("fsdp1", 0, True), ("fsdp2", 0, False), ("zero3", 0, False), ("ddp", 1, True)]
 )
 def test_losses_of_wrapped_models_and_with_attention_servers_are_those_of_sdpa(
-    wrap: str, servers: int, report: bool, tmp_path: Path
+    wrap: str, servers: int, report: bool, usual: Result, tmp_path: Path
 ) -> None:
     """A rank without images takes part in towers that are sharded."""
-    usual, _ = run_ranks(WORLD, _train, tmp_path / "usual", tmp_path, "sdpa")
     of_ours = tmp_path, "distca", wrap, int(report)
     ours, _ = run_ranks(WORLD, _train, tmp_path / "ours", *of_ours, servers=servers)
 

@@ -1,6 +1,8 @@
 """Datasets of random tokens with long-tailed lengths."""
 
+import copy
 import random
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +22,15 @@ def random_documents(count: int, seed: int = 0, lengths: tuple[int, ...] = LENGT
 
 def random_dataset(count: int = 60, seed: int = 0, lengths: tuple[int, ...] = LENGTHS, **columns: Any) -> Dataset:
     """A tokenised dataset of random documents, with further columns if given."""
+    if not columns:
+        return copy.copy(_dataset_of(count, seed, tuple(lengths)))
     return Dataset.from_dict({"input_ids": random_documents(count, seed, lengths), **columns})
+
+
+@cache
+def _dataset_of(count: int, seed: int, lengths: tuple[int, ...]) -> Dataset:
+    """Makes each dataset once: Datasets hashes for as long as a small training takes."""
+    return Dataset.from_dict({"input_ids": random_documents(count, seed, lengths)})
 
 
 def square_mask(numbers: torch.Tensor, dtype: torch.dtype = torch.bool) -> torch.Tensor:

@@ -254,26 +254,25 @@ def test_a_script_runs_without_a_recipe(script: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0].startswith("['project/script.py']|[]|neighbour|")
 
 
-@pytest.mark.parametrize(("before", "behind"), [(["--attach"], []), (["--attach"], ["--attach"]), ([], [])])
-def test_a_module_runs_as_if_python_ran_it(
-    before: list[str], behind: list[str], write: Write, script: Path, tmp_path: Path
-) -> None:
-    """Its package, its path and its arguments are those of `python -m`; the flag is not among them."""
+@pytest.mark.parametrize("attaches", [True, False])
+def test_a_module_runs_as_if_python_ran_it(attaches: bool, write: Write, tmp_path: Path) -> None:
+    """Its package, its path and its arguments are those of `python -m`; the flag, also if it is given twice, is not
+    among them."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "program.py").write_text(
-        "import sys, transformers\n"
+        "import sys\n"
         "print(sys.argv, __name__, __package__, sys.modules['__main__'].__file__ == __file__, sys.path[0])\n"
-        "print(hasattr(transformers.Trainer.train, '_distca_attaches'))\n"
+        + ("import transformers; print(hasattr(transformers.Trainer.train, '_distca_attaches'))\n" * attaches)
     )
     recipe = write(script={"steps": 5})
-    done = launched(*before, "--recipe", str(recipe), "-m", "package.program", "-m", "x", *behind, cwd=tmp_path)
+    flag = ["--attach"] * attaches
+    done = launched(*flag, "--recipe", str(recipe), "-m", "package.program", "-m", "x", *flag, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     argv = [str(package / "program.py"), "--steps", "5", "-m", "x"]
-    attaches = bool(before or behind)
-    assert done.stdout.splitlines() == [f"{argv} __main__ package True {tmp_path}", str(attaches)]
+    assert done.stdout.splitlines() == [f"{argv} __main__ package True {tmp_path}", *["True"] * attaches]
     assert done.stderr.count("--attach: no Trainer has trained, so nothing was attached") == attaches
 
 

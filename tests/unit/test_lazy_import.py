@@ -18,6 +18,7 @@ LIST_HEAVY = f"import sys; print([name for name in {HEAVY} if name in sys.module
 
 
 def test_launcher_packing_and_planning_import_neither_torch_nor_transformers() -> None:
+    """And a setting is refused without Transformers."""
     statements = (
         "import distca_hf",
         "from distca_hf import ConfigError, __version__",
@@ -28,17 +29,13 @@ def test_launcher_packing_and_planning_import_neither_torch_nor_transformers() -
         "import distca_hf.batches.placed, distca_hf.analysis.command",
     )
     program = "".join(f"{statement}\n{LIST_HEAVY}\n" for statement in statements)
-    imported = run_fresh(program).splitlines()
-    assert dict(zip(statements, imported, strict=True)) == dict.fromkeys(statements, "[]")
-
-
-def test_plugin_refuses_a_setting_without_transformers() -> None:
-    program = (
-        "import sys, distca_hf\n"
+    refused = (
         "try:\n    distca_hf.DistCAPlugin(tokens_per_rank=-1)\n"
         "except distca_hf.ConfigError:\n    print('transformers' in sys.modules)"
     )
-    assert run_fresh(program) == "False"
+    *imported, has_transformers = run_fresh(program + refused).splitlines()
+    assert dict(zip(statements, imported, strict=True)) == dict.fromkeys(statements, "[]")
+    assert has_transformers == "False"
 
 
 REGISTERED = """
@@ -53,8 +50,6 @@ def test_distca_is_registered_whichever_package_is_imported_first() -> None:
         "distca_hf first": "import distca_hf\nimport transformers",
         "transformers first": "from transformers import PreTrainedModel\nimport distca_hf",
         "a user's plugin first": "from distca_hf import DistCAPlugin",
-        "the patch first": "import distca_hf.patches.attention",
-        "the watch of models first": "import distca_hf.integrations.models.forward_watch",
     }
     printed = run_forked(*(order + REGISTERED for order in orders.values()))
 

@@ -22,7 +22,7 @@ from distca_hf.planning.transfers import key_transfers
 FOLDER = Path(__file__).parents[3] / "examples" / "lengths"
 NAMES = ("pretrain", "prolong")
 # Micro-batches looked at per case, spread over an epoch.
-LOOKED_AT = {2: 24, 8: 16, 64: 4}
+LOOKED_AT = {2: 12, 8: 8, 64: 4}
 
 
 @cache

@@ -133,6 +133,11 @@ def assert_equal(results: list[torch.Tensor | None], expected: list[torch.Tensor
         torch.testing.assert_close(result, right, rtol=1e-12, atol=1e-14)
 
 
+@functools.cache
+def expected_of(name: str) -> list[torch.Tensor | None]:
+    return gradients(whole(model_of(MODELS[name])))
+
+
 @pytest.mark.parametrize(
     ("name", "how", "heads"),
     [(name, how, 1 + (one + other) % 2) for one, name in enumerate(MODELS) for other, how in enumerate(CHECKPOINTING)],
@@ -142,7 +147,7 @@ def test_losses_and_gradients_are_those_of_whole_modules(name: str, how: str, he
 
     # Norms of states compute in fp32: how rows are laid out rounds them.
     close = {"rtol": 1e-5, "atol": 1e-6} if "states" in name else {"rtol": 1e-12, "atol": 1e-14}
-    for result, right in zip(results, gradients(whole(model_of(MODELS[name]))), strict=True):
+    for result, right in zip(results, expected_of(name), strict=True):
         torch.testing.assert_close(result, right, **close)
 
 

@@ -190,6 +190,7 @@ def test_threads_beat_and_look_until_they_are_ended(store: JobStore) -> None:
 
 # Without pauses, a thread is inside a call of the store at nearly every moment.
 ENDS_WITHOUT_A_WORD = """
+import time
 import torch.distributed as dist
 from distca_hf.servers import heartbeats
 from distca_hf.servers.job_store import JobStore
@@ -201,7 +202,7 @@ heartbeats.Heartbeat(own[0], 0, 0, None).begin()
 watch = heartbeats.Watch(own[1], 1, 1.0)
 watch.begin()
 while watch.restarts(0) is None:
-    pass
+    time.sleep(0.01)
 raise SystemExit(5)
 """
 

@@ -233,8 +233,7 @@ if value := {value!r}:
 
 def test_variable_acts_in_every_process_of_a_trainer() -> None:
     cases = [
-        ("1", "import distca_hf", "True True"),
-        ("1", "import transformers.trainer, distca_hf", "True True"),
+        ("1", "", "True True"),
         ("0", "import distca_hf", "False True"),
         ("", f"import runpy; runpy.run_path({str(REPOSITORY / 'examples/ms_swift_plugin.py')!r})", "True True"),
         ("yes", "", "environment variable DISTCA_ATTACH='yes' is neither 1 nor 0"),
@@ -245,12 +244,7 @@ def test_variable_acts_in_every_process_of_a_trainer() -> None:
         assert expected in line, (value, first)
 
 
-@pytest.mark.parametrize(
-    ("value", "first", "printed"),
-    [("1", "", "True True"), ("yes", "import torch; print('harmless'); sys.exit()", "harmless")],
-)
-def test_variable_acts_as_a_process_starts(
-    value: str, first: str, printed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DISTCA_ATTACH", value)
-    assert run_fresh(PROGRAM.format(first=first)) == printed
+def test_wrong_value_does_no_harm_in_processes_without_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one starts; that an installation starts what the variable asks for is tested with the package."""
+    monkeypatch.setenv("DISTCA_ATTACH", "yes")
+    assert run_fresh("print('harmless')") == "harmless"
