@@ -21,7 +21,9 @@ from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.averaging import named_ranks
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.groups import (
-    Members,
+    Members as Members,  # integrations name it, too
+)
+from distca_hf.comm.groups import (
     default_device,
     grid_of_mesh,
     is_initialized,
@@ -221,14 +223,16 @@ class ParallelContext(DistCAConfig):
         """Returns whether a transport is for a single process, because it was opened before the process group."""
         return len(transport.grid.ranks) == 1 and len(self.members.group) > 1
 
-    def check_shares(self, transport: Transport, micro_batch: int) -> None:
+    def check_shares(self, members: Members, transport: Transport, micro_batch: int) -> None:
         """Checks that a placed micro-batch was divided among the ranks that share documents here.
 
         Raises:
             PlanError: its loader was made before there was a process group, and every rank would train on all
                 documents; or the loader divides ranks in another way.
         """
-        grid = self.members.grid
+        grid = members.grid
+        if transport.grid is grid or transport.grid == grid:
+            return
         if self.is_outgrown(transport):
             raise PlanError(
                 f"{grid.name}, micro-batch {micro_batch}: the loader was made for a single process, and "
@@ -236,12 +240,12 @@ class ParallelContext(DistCAConfig):
                 "group (Accelerator, TrainingArguments) before plugin.dataloader"
             )
         of_batch = transport.grid
-        if of_batch == grid or len(of_batch.ranks) == 1 or not is_initialized():  # ranks in threads have no group
+        if len(of_batch.ranks) == 1 or not is_initialized():  # ranks in threads have no group
             return
         raise PlanError(
             f"{grid.name}, micro-batch {micro_batch}: its loader works on {of_batch.in_words()}, and "
             f"{named_ranks(of_batch.members(Scope.ROWS))} share its documents; the model works on {grid.in_words()}, "
-            f"and {named_ranks(self.members.row_ranks)} share documents. Use one plugin for both, and give "
+            f"and {named_ranks(members.row_ranks)} share documents. Use one plugin for both, and give "
             "plugin.dataloader the model (model=...)"
         )
 

@@ -179,7 +179,7 @@ class GivenAgreement:
             PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
                 another batch although they share the data.
         """
-        with Announced(self._transport, number, Occasion.PLAN):
+        try:
             lengths, names = read.lengths, media_of(batch)
             dtypes = [None, *(getattr(batch[name], "dtype", None) for name in names)] if names else []
             mine = {
@@ -195,7 +195,9 @@ class GivenAgreement:
                 "form of pixels": 0 if read.images is None else _number_of(read.images.form),
                 "learns nothing": int(number == 0 and read.learns_nothing),
                 # One bit for each of `MEDIA_DTYPES`; bit 0 (None): the rank has images at all.
-                "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
+                "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes)
+                if names
+                else 0,
                 "images that may move": -1 if read.images is None or not may_move(batch) else len(read.images.sizes),
                 # Bit 0: whether towers wait for each other; bit 1: whether they need gradients.
                 "towers": images_wait + 2 * any(gradients_of[1:]),
@@ -203,12 +205,33 @@ class GivenAgreement:
             if self._transport.grid.shape[2] > 1:
                 mine[CHECKSUM] = checksum_of(batch, lengths) if read.checksum is None else read.checksum
             facts = self._facts(step_batches, torch.is_grad_enabled())
+        except Exception as error:
+            Announced(self._transport, number, Occasion.PLAN).tell(error)
+            raise
         agreement = Agreement.start(self._transport, Occasion.PLAN, number, facts, mine)
         meanwhile()
         numbers = agreement.wait(Scope.ROWS)
         if CHECKSUM in mine:
             self._check_same_batch(agreement, number)
+        longest = max(numbers["longest document"])
+        of_all = returning if len({*numbers["returning"]}) == 1 else Returning.STATES
+        needing = ""
+        if Returning.STATES in numbers["returning"]:
+            needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
+        is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
+        of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
+        self._warn(numbers, number)
+        most_images, dtype, wait, train, borders, even = self._images_of(numbers, number, towers)
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, dtype, wait, train, borders, even)
+
+    def _images_of(
+        self, numbers: Mapping[str, Sequence[int]], number: int, towers: Facts
+    ) -> tuple[int, torch.dtype | None, bool, bool, int, float | None]:
+        """Returns what ranks showed of their images, as `ShownNumbers` has it, from `most_images` on."""
         num_images, dtypes_of_ranks = numbers["images that may move"], numbers["dtypes of images"]
+        borders = max(numbers["borders of images"])
+        if not any((*dtypes_of_ranks, *numbers["towers"])):  # no rank has images
+            return 0, None, False, False, borders, None
         wait, train = (any(of & bit for of in numbers["towers"]) for bit in (1, 2))
         bits = max(dtypes_of_ranks) >> 1
         # Bit 0 by itself: this rank's images have a dtype that does not move.
@@ -217,21 +240,14 @@ class GivenAgreement:
             check_all_hold(self._transport, [int(of > 0) for of in dtypes_of_ranks], number)
         if any(dtypes_of_ranks):
             self._check_dtypes(dtypes_of_ranks, number)
-        self._warn(numbers, number)
-        longest, asked = max(numbers["longest document"]), {*numbers["returning"]}
-        of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
-        needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
-        is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
-        of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
         most_images = max(num_images) if min(num_images) >= 0 and dtype is not None else 0
         if most_images and len({*numbers["arguments of towers"]}) > 1:
             compared = Agreement.start(self._transport, Occasion.PLAN, number, towers, {}, Scope.ROWS)
             compared.wait()  # names what differs
         work = numbers["work of towers"]
         is_even = all(work) and are_even(np.array(work)) and len({*numbers["form of pixels"]}) == 1
-        borders = max(numbers["borders of images"])
         even = imbalance(work) if is_even else None
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, dtype, wait, train, borders, even)
+        return most_images, dtype, wait, train, borders, even
 
     def _warn(self, numbers: Mapping[str, Sequence[int]], number: int) -> None:
         """Warns of ranks whose first batch has no label to learn: most likely none of their batches has any. Warns

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -44,7 +45,7 @@ from distca_hf.planning.row_moves import RowMoves
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import PostingTransport, among_trainers
-from distca_hf.runtime.row_moves import PinnedRowMoves
+from distca_hf.runtime.row_moves import DeviceRowMoves, PinnedRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 
 
@@ -54,6 +55,13 @@ LEARNT = (
     "prompts to -100 to share them"
 )
 EXTRA_RANKS = "attention servers take part"
+
+
+class _Copied(NamedTuple):
+    """A plan on the device, without what other ranks say of the batch."""
+
+    planned: Planned
+    moves: DeviceRowMoves | None
 
 
 class _Meanwhile:
@@ -177,7 +185,7 @@ class GivenPlanner:
         images_wait: bool = False,
         gradients_of: Sequence[bool] = (),
         returning: Returning = Returning.STATES,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[bool], None] = lambda may_move: None,
         unshared: Callable[[], str] = lambda: "",
         towers: Facts = NO_FACTS,
     ) -> LivePlan | None:
@@ -189,7 +197,7 @@ class GivenPlanner:
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs of the pass's results.
-            meanwhile: runs while this rank waits for the others.
+            meanwhile: runs while this rank waits for the others; is told whether rows may move in.
             unshared: returns why documents of this rank must not share prefixes, empty if they may. Called only if
                 that matters; then perhaps not before the first attention call, when the device is busy.
             towers: arguments of towers, by name.
@@ -202,19 +210,31 @@ class GivenPlanner:
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
-        with Announced(self._transport, number, Occasion.PLAN):
-            try:
-                read = self._read_batch(batch)
-            except DistCAError as error:
-                error.args = (f"{self._transport.grid.name}, micro-batch {number}: {error}",)
-                raise
+        try:
+            read = self._read_batch(batch)
             device = tokens_of(batch).device
             planned, step_batches = self._step.take(read), self._step.take_step_batches()
             if planned is not None and planned.may_share and unshared():
                 planned = None
             work = 0 if self._image_planner is None else self._image_planner.total_work(read.images)
+        except Exception as error:
+            if isinstance(error, DistCAError):
+                error.args = (f"{self._transport.grid.name}, micro-batch {number}: {error}",)
+            Announced(self._transport, number, Occasion.PLAN).tell(error)
+            raise
         ahead = 0 if planned is None else planned.number
-        done = _Meanwhile(meanwhile)
+        made = None if planned is None or self._posting is not None else planned.known
+        copied: _Copied | None = None
+
+        def while_waiting() -> None:
+            nonlocal copied
+            moves = None if made is None else made.moves
+            meanwhile(moves is None or moves.moves.changes_rows)
+            if made is not None:  # most likely all ranks have planned it ahead
+                of_moves = None if moves is None else moves.to(device)
+                copied = _Copied(made.kinds.planned(device, made.plan.fingerprint), of_moves)
+
+        done = _Meanwhile(while_waiting)
         of_pass = images_wait, gradients_of, returning, ahead, step_batches, done.run, towers, work
         shown = self._agreement.reach(batch, read, number, *of_pass)
         self.images = None
@@ -230,7 +250,7 @@ class GivenPlanner:
         # Evaluation does not use ranks without tokens; some of them may be lost.
         extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
         if planned is not None and not (shown.is_planned and planned.fits(shown.returning)):
-            planned = None
+            planned = copied = None
 
         def show() -> list[ReadDocuments]:
             done.check()
@@ -241,11 +261,14 @@ class GivenPlanner:
             return [shown_as]
 
         if planned is not None:
-            with Announced(self._transport, number, Occasion.ATTEND):
+            try:
                 done.check()
                 if self._looks_for_unshared:
                     show()
-            prepare = planned.planned.result
+            except Exception as error:
+                Announced(self._transport, number, Occasion.ATTEND).tell(error)
+                raise
+            prepare = planned.result
             plan_images = partial(self._images_ahead, prepare)
         else:
             where = f"micro-batch {number}, document lengths"
@@ -260,7 +283,7 @@ class GivenPlanner:
         if shown.most_images and shown.image_dtype is not None and self._image_planner is not None:
             self.images = ShownImages(plan_images, shown.image_dtype, shown.images_train, shown.images_even)
         spent_seconds = time.perf_counter() - began
-        plan = partial(self._plan_incoming, prepare, number, trains, device, extra_ranks, shown, spent_seconds)
+        plan = partial(self._plan_incoming, prepare, copied, number, trains, device, extra_ranks, shown, spent_seconds)
         later = PlannedLater(longest_tokens, plan)
         return LivePlan(
             number,
@@ -331,6 +354,7 @@ class GivenPlanner:
     def _plan_incoming(
         self,
         prepare: Callable[[], HostPlan],
+        copied: _Copied | None,
         number: int,
         trains: bool,
         device: torch.device,
@@ -338,7 +362,7 @@ class GivenPlanner:
         shown: ShownNumbers,
         spent_seconds: float,
     ) -> Planned:
-        """Waits for the plan or makes it, and copies it to the device."""
+        """Waits for the plan or makes it, and copies it to the device, unless that was done before."""
         began = time.perf_counter()
         plan, num_chunks, kinds, moves, _ = prepare()
         self.latest_moves = None if moves is None else moves.moves
@@ -353,6 +377,7 @@ class GivenPlanner:
         posted = None
         if self._posting is not None and trains:
             posted = self._posting.post(None if extra_ranks is None else plan, number, num_chunks)
-        on_device = None if moves is None else moves.to(device)
-        planned = kinds.planned(device, plan.fingerprint, posted)
-        return planned._replace(facts=facts, moves=on_device, batch_forms=shown.forms)
+        if copied is None:
+            of_moves = None if moves is None else moves.to(device)
+            copied = _Copied(kinds.planned(device, plan.fingerprint, posted), of_moves)
+        return copied.planned._replace(facts=facts, moves=copied.moves, batch_forms=shown.forms)

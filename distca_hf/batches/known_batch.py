@@ -266,6 +266,8 @@ def completed(batch: Batch, model_name: str) -> dict[str, Any]:
     Raises:
         PlanError, PackingError: as for `copied_batch` and `KnownBatch.missing`.
     """
+    if not _in_use and batch.get("distca_plan") is None and not _may_tell(batch):
+        return {**batch}  # the steps below would find nothing, and take longer
     known = known_batch(batch)
     if known is None and batch.get("distca_plan") is None and not _may_tell(batch):
         known = copied_batch(batch)

@@ -356,13 +356,14 @@ def reading_of(batch: Batch, state: State | None = None) -> Reading | None:
     if marked is None or (reading := marked[0]()) is None:
         return None
     then, now = marked[1], state_of(batch) if state is None else state
-    if now.items() - then.items():
+    if now != then and now.items() - then.items():
         return None
-    if any(getattr(batch[name].untyped_storage(), MARK, None) is not marked for name in now.keys() - {HAS_MEDIA}):
-        return None  # another tensor, in freed memory
-    missing = then.keys() - now.keys()
-    if not missing:
+    for name in now:
+        if name != HAS_MEDIA and getattr(batch[name].untyped_storage(), MARK, None) is not marked:
+            return None  # another tensor, in freed memory
+    if len(now) == len(then):
         return reading
+    missing = then.keys() - now.keys()
     read = reading.documents
     # Kinds only tell more tokens apart.
     may_lack = {*LABELS, *KINDS_OF_TOKENS}

@@ -57,12 +57,14 @@ class AheadPlan(NamedTuple):
     Attributes:
         number: its number among these, counted from 1.
         planned: its plan.
+        made: the plan once it is made: looking here takes no lock.
         shares: whether documents of this rank could share prefixes.
         returning: what its pass was expected to return.
     """
 
     number: int
     planned: Future[HostPlan]
+    made: list[HostPlan]
     shares: bool
     returning: Returning
 
@@ -73,13 +75,21 @@ class AheadPlan(NamedTuple):
         them.
         """
         only_unlearnt = self.returning is not Returning.STATES or returning is Returning.STATES
-        return only_unlearnt or self.planned.result().plan.layout.shared is None
+        return only_unlearnt or self.result().plan.layout.shared is None
 
     @property
     def may_share(self) -> bool:
         """Whether documents of this rank may share prefixes in the plan, as far as it is known without waiting."""
-        is_known = self.planned.done() and self.planned.exception() is None
-        return self.shares and not (is_known and self.planned.result().plan.layout.shared is None)
+        return self.shares and not (self.made and self.made[0].plan.layout.shared is None)
+
+    @property
+    def known(self) -> HostPlan | None:
+        """The plan, as far as it is known without waiting."""
+        return self.made[0] if self.made else None
+
+    def result(self) -> HostPlan:
+        """Waits for the plan. Raises the error of the thread that planned it."""
+        return self.known or self.planned.result()
 
 
 class StepAhead:
@@ -180,9 +190,14 @@ class StepAhead:
         thread = ThreadPoolExecutor(1, "distca-ahead", initializer=enter)
         for read, of_batch in zip(documents, of_batches, strict=True):
             self._last_number += 1
-            planned = thread.submit(self._prepare, of_batch, read.padded, device is not None)
-            self._planned[read] = AheadPlan(self._last_number, planned, shares, self.returning)
+            made = list[HostPlan]()
+            planned = thread.submit(self._plan, made, of_batch, read.padded, device is not None)
+            self._planned[read] = AheadPlan(self._last_number, planned, made, shares, self.returning)
         thread.shutdown(wait=False)  # it ends when it has planned them all
+
+    def _plan(self, made: list[HostPlan], documents: BatchDocuments, padded: PaddedRows | None, pin: bool) -> HostPlan:
+        made.append(self._prepare(documents, padded, pin))
+        return made[0]
 
     def take(self, read: ReadDocuments) -> AheadPlan | None:
         """Returns the plan of a micro-batch; None if it was not planned ahead, or was taken before."""

@@ -36,22 +36,15 @@ def read_of(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.items() if name in READ and isinstance(value, torch.Tensor)}
 
 
-def watched_in(batch: Batch) -> dict[str, torch.Tensor]:
-    """Returns the tensors that are read or hashed, by name."""
-    return {
-        name: value
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor) and (name in READ or (names_media(name) and value.numel() > 0))
-    }
-
-
 def state_of(batch: Batch) -> State:
     """Returns address, shape, strides and version of the tensors that are read or hashed, by name; and under
     `HAS_MEDIA` whether there are media."""
-    return {HAS_MEDIA: bool(media_of(batch))} | {
-        name: (value.data_ptr(), value.shape, value.stride(), -1 if value.is_inference() else value._version)
-        for name, value in watched_in(batch).items()
-    }
+    state: State = {HAS_MEDIA: bool(media_of(batch))}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and (name in READ or (names_media(name) and value.numel() > 0)):
+            version = -1 if value.is_inference() else value._version
+            state[name] = value.data_ptr(), value.shape, value.stride(), version
+    return state
 
 
 def checksums_of(batch: Batch, row_sums: Mapping[str, torch.Tensor]) -> dict[tuple[str, torch.dtype], torch.Tensor]:
@@ -98,7 +91,8 @@ class WrittenBatches:
         Raises:
             PackingError: the batch of an earlier pass differs from what was read.
         """
-        self._next = None if checksums is None else (watched_in(batch), state, checksums)
+        watched = {name: batch[name] for name in state if name != HAS_MEDIA}
+        self._next = None if checksums is None else (watched, state, checksums)
         while self._arriving and ((arrived := self._arriving[0].arrived) is None or arrived.query()):
             pass_sums = self._arriving.popleft()
             for (name, expected), found in zip(pass_sums.expected, pass_sums.found.tolist(), strict=True):

@@ -61,6 +61,8 @@ SCOPE_OF = {
     Occasion.BEGIN: Scope.GROUP,
 }
 
+NAME_OF = {occasion: occasion.name.lower() for occasion in Occasion}  # in messages; asking each time takes longer
+
 # Bytes of text in one integer: gathers carry signed integers of 64 bits and nothing else.
 BYTES_PER_INTEGER = 4
 # Integers in every agreement, whatever its occasion: two that meet by mistake must still be comparable.
@@ -145,7 +147,7 @@ class Agreement:
         header = [occasion, micro_batch, transport.traffic.leave_signal, facts.digest, len(facts.text)]
         values = [*header, *numbers.values()]
         scope = SCOPE_OF[occasion] if scope is None else scope
-        where = f"micro-batch {micro_batch}, agreement to {occasion.name.lower()}"
+        where = f"micro-batch {micro_batch}, agreement to {NAME_OF[occasion]}"
         gather = transport.gather(values + [0] * (WIDTH - len(values)), where, scope)
         return cls(micro_batch, scope, facts, numbers, transport, gather)
 
@@ -179,7 +181,8 @@ class Agreement:
 
     def _compare(self, rows: list[list[int]], of: Scope) -> dict[str, list[int]]:
         ranks = self.transport.grid.members(self.scope)
-        each_occasion, each_micro_batch, signals, each_digest, each_bytes, *_ = zip(*rows, strict=True)
+        columns = [*zip(*rows, strict=True)]
+        each_occasion, each_micro_batch, signals, each_digest, each_bytes = columns[:HEADER]
         if any(signals):
             self.transport.traffic.leaving |= {rank: one for rank, one in zip(ranks, signals, strict=True) if one}
         occasions, micro_batches, digests = set(each_occasion), set(each_micro_batch), set(each_digest)
@@ -198,10 +201,10 @@ class Agreement:
             raise self._mismatch([f"their next step is {by_value(doing, self.labels)}"], rows)
         if len(digests) > 1:
             raise self._mismatch(self._differences(most_bytes=max(each_bytes)), rows)
-        if of is not self.scope:
+        if of is not self.scope and (others := self.transport.grid.members(of)) != ranks:
             row_of = dict(zip(ranks, rows, strict=True))
-            rows = [row_of[rank] for rank in self.transport.grid.members(of)]
-        return dict(zip(self.numbers, map(list, [*zip(*rows, strict=True)][HEADER:]), strict=False))
+            columns = [*zip(*(row_of[rank] for rank in others), strict=True)]
+        return dict(zip(self.numbers, map(list, columns[HEADER:]), strict=False))
 
     @property
     def labels(self) -> list[str]:
@@ -331,6 +334,11 @@ class Announced:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.tell(error)
+
+    def tell(self, error: BaseException | None) -> None:
+        """Tells the other ranks of an error; does nothing without one. An `except` clause that calls it costs a block
+        that does not fail nothing."""
         # A step that is over time is that of a thread, from a rank that would not hear more.
         if not isinstance(error, Exception) or isinstance(error, StepTimeoutError):
             return

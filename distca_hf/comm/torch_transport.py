@@ -126,8 +126,6 @@ class TorchTransport:
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> "TorchGather":
         if not self._groups:
             raise self._closed(where)
-        if self._whereabouts is not None:
-            self._whereabouts.note_gather()
         self._gathered = where, self.traffic.exchanges
         # An all-to-all of equal rows: gloo sends them all at once, while an all-gather passes them from rank to rank.
         mine = np.empty((len(self.grid.members(scope)), len(values)), dtype=np.int64)  # quicker than torch
@@ -137,6 +135,8 @@ class TorchTransport:
             work = self._gather[scope](theirs, torch.from_numpy(mine), [], [])
         except RuntimeError as error:
             raise self.failure(error, where, scope=scope) from error
+        if self._whereabouts is not None:
+            self._whereabouts.note_gather()  # while the integers travel
         self._note(work)
         return TorchGather(self, work, where, time.monotonic(), theirs, scope)
 

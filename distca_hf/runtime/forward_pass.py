@@ -16,7 +16,7 @@ call. From then on each rank knows them, and refuses one of its layers that diff
 """
 
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -69,8 +69,9 @@ class ForwardPass:
         self,
         transport: Transport,
         micro_batch: int,
-        # Facts that must be the same on all ranks; None if the model is not enabled: then ranks agree on nothing.
-        facts: Mapping[str, object] | None = None,
+        # Facts that must be the same on all ranks, or what returns them when the device is busy; None if the model is
+        # not enabled: then ranks agree on nothing.
+        facts: Mapping[str, object] | Callable[[], Mapping[str, object]] | None = None,
         num_calls: int | None = None,  # number of attention calls of the pass, if known
         before: PassCalls | None = None,  # calls of the model's previous pass; None if there was none
         trace: PassTrace = UNTRACED,  # notes what the calls spend time on, if the step is reported
@@ -83,7 +84,7 @@ class ForwardPass:
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
         self.calls = self.backward_calls = 0
-        self.facts = facts
+        self._facts = facts
         self._transport, self._micro_batch = transport, micro_batch
         self._ended = self._agrees_on_backward = False
         if facts is not None:
@@ -107,13 +108,20 @@ class ForwardPass:
 
     @property
     def begun(self) -> bool:
-        return self.facts is not None
+        return self._facts is not None
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Facts that must be the same on all ranks; none if the pass has not begun."""
+        if callable(self._facts):
+            self._facts = self._facts()
+        return self._facts or {}
 
     def check_open(self) -> None:
         """Checks that the model has begun this pass and not ended it; called by layers of enabled models. Accepts
         layers that backward recomputes. Raises PlanError if only a part of the model was called, so its pass is not
         checked."""
-        if self.facts is not None and (not self._ended or backward_number() >= 0):
+        if self._facts is not None and (not self._ended or backward_number() >= 0):
             return
         raise PlanError(
             f"{self._transport.grid.name}, micro-batch {self._micro_batch}: a layer attends with a plan outside of a "
@@ -216,7 +224,7 @@ class ForwardPass:
         it differs from the previous pass's, which other ranks expect."""
         if self._ended:  # recomputed
             self._enter_backward(goes_on=True)
-        if self._ended or self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
+        if self._ended or self._facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
         number = len(self.made.states)
         self._compare_states(exchange)
@@ -225,7 +233,8 @@ class ForwardPass:
         self.made.states.append(exchange)
         if not number:
             name = "exchanges of states in the pass before"
-            facts = {**self.facts, "fingerprint of the plan": fingerprint, "first exchange of states": exchange}
+            with Announced(self._transport, self._micro_batch, Occasion.ATTEND):
+                facts = {**self.facts, "fingerprint of the plan": fingerprint, "first exchange of states": exchange}
             known = self._known_states = self._known_states if self._known_states[:1] == [exchange] else []
             shown = self._agree(facts, {name: _checksum(known) if known else UNKNOWN})[name]
             self._compares_states = UNKNOWN in shown or len(set(shown)) > 1
@@ -246,7 +255,7 @@ class ForwardPass:
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
         """Waits until all ranks have shown the dtypes and heads with which they attend: at the first call together
         with the pass's facts, at later ones while `compares_calls` is true."""
-        if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
+        if self._facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
         self._compare_states(ATTENTION)
         if self.calls:
@@ -256,16 +265,16 @@ class ForwardPass:
             }
             self._agree(of_layer, {})
             return
-        facts = {
-            **self.facts,
-            "fingerprint of the plan": fingerprint,
-            "dtypes that attention computes in": tensors.dtypes_in_words,
-            "heads and their dimensions": tensors.heads_in_words,
-        }
         # If the first call differs from before, for example under another autocast, later ones are not known either.
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
         with Announced(self._transport, self._micro_batch, Occasion.ATTEND):
+            facts = {
+                **self.facts,
+                "fingerprint of the plan": fingerprint,
+                "dtypes that attention computes in": tensors.dtypes_in_words,
+                "heads and their dimensions": tensors.heads_in_words,
+            }
             states = {kind: _checksum([*state.items()]) for kind, state in self._state.items()}
             also = {} if self._also is None else self._also.show()
         of_ranks = self._agree(facts, {name: checksum, WEIGHTS: UNKNOWN, BUFFERS: UNKNOWN, **states, **also})
@@ -303,7 +312,7 @@ class ForwardPass:
         if not number:
             self.made.states.extend(known)
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
-        if self.facts is not None and exchanges and self._transport.world_size > 1:
+        if self._facts is not None and exchanges and self._transport.world_size > 1:
             self._agrees_on_backward = attends_again or bool(self._with_gradients)
             if not self._agrees_on_backward:
                 self._agree_to_differentiate()

@@ -50,7 +50,8 @@ class PlanRegister:
             number = next(self._numbers)
             self._all[number] = plan
             self.newest[number] = plan
-        self.keep(keep)
+            while len(self.newest) > keep:
+                self.newest.popitem(last=False)
         return number
 
     def keep(self, count: int) -> None:
@@ -118,7 +119,7 @@ class LivePlan:
         """Sets the attributes that passes change, for a new plan or one for another part of the model."""
         self._layers = ONE_LAYER
         self._take(planned)
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch)  # the latest one of a model with this plan
+        vars(self).pop("forward_pass", None)
         self._of_parts: dict[int, LivePlan] = {}
         self.handle = _register.add(self, self.config.plans_in_flight)
 
@@ -135,7 +136,7 @@ class LivePlan:
     def for_pass(self) -> "LivePlan":
         """Returns this plan for another forward pass: itself for the first one. Backward of an earlier pass on the
         same batch may still follow, and ranks must run both in one order."""
-        if self.forward_pass.begun:
+        if "forward_pass" in vars(self) and self.forward_pass.begun:
             self.plan_anew()
             return self._copied()
         return self
@@ -177,7 +178,7 @@ class LivePlan:
     def begin_forward_pass(
         self,
         num_calls: int | None,
-        facts: Mapping[str, object],
+        facts: Mapping[str, object] | Callable[[], Mapping[str, object]],
         layers: PassLayers = ONE_LAYER,
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
@@ -203,6 +204,11 @@ class LivePlan:
     def _take(self, planned: Planned | PlannedLater) -> None:
         self._planned = planned
         vars(self).pop("lookup", None)
+
+    @cached_property
+    def forward_pass(self) -> ForwardPass:
+        """The latest pass of a model with this plan."""
+        return ForwardPass(self.transport, self.micro_batch)
 
     @property
     def planned(self) -> Planned:

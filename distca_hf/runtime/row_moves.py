@@ -37,19 +37,21 @@ class PinnedRowMoves:
     moves: RowMoves
     # All indices, one after the other; in memory from which a GPU copies while the host continues.
     indices: torch.Tensor
+    lengths: list[int]  # of each index
     images: "PinnedRowMoves | None"  # moves of the rows of images only; None if it is not known which these are
 
     @classmethod
     def prepare(cls, moves: RowMoves, pin: bool) -> Self:
         """Joins the indices for a single copy; safe in a background thread."""
-        joined = torch.from_numpy(np.concatenate(_indices(moves)))
+        indices = _indices(moves)
+        joined = torch.from_numpy(np.concatenate(indices))
         images = None if moves.images is None else cls.prepare(moves.images, pin)
-        return cls(moves, joined.pin_memory() if pin else joined, images)
+        return cls(moves, joined.pin_memory() if pin else joined, [*map(len, indices)], images)
 
     def to(self, device: torch.device) -> "DeviceRowMoves":
         """Returns the moves with their indices on the device; the host does not wait."""
-        moves, lengths = self.moves, [len(part) for part in _indices(self.moves)]
-        sent, received, positions, *of_home = self.indices.to(device, non_blocking=True).split_with_sizes(lengths)
+        moves, indices = self.moves, self.indices.to(device, non_blocking=True)
+        sent, received, positions, *of_home = indices.split_with_sizes(self.lengths)
         images = None if self.images is None else self.images.to(device)
         if (home := moves.shared_home) is None:
             return DeviceRowMoves(moves, sent, received, positions, images)
@@ -129,7 +131,7 @@ class PassRows:
         before_backward: Callable[[], None],  # agrees with all ranks that they differentiate this pass
     ) -> None:
         # This rank's layers compute `num_placed` rows, of which the first `num_tokens` are tokens.
-        self.num_placed, self.num_tokens, self.shape = moves.on_host.num_placed, len(moves.on_host.received), shape
+        self.num_placed, self.num_tokens, self.shape = moves.on_host.num_placed, moves.received.shape[0], shape
         self._moves, self._transport, self._where = moves, transport, where
         self.before_backward = before_backward if moves.on_host.crosses else lambda: None
 
@@ -168,7 +170,7 @@ class PassRows:
             taken, put, counts = put, taken, counts[::-1]
         rows = self._send([value.index_select(0, taken) for value in values], counts, goes_in, phase)
         num_rows = self.num_placed if goes_in else torch.Size(self.shape).numel()
-        make = torch.Tensor.new_empty if len(put) == num_rows else torch.Tensor.new_zeros  # some may be padding
+        make = torch.Tensor.new_empty if put.shape[0] == num_rows else torch.Tensor.new_zeros  # some may be padding
         results = [make(part, tuple(shape)) for part, shape in zip(rows, shapes, strict=True)]
         for result, part in zip(results, rows, strict=True):
             result.view(num_rows, *part.shape[1:]).index_copy_(0, put, part)

@@ -25,7 +25,7 @@ from support.training import quiet_arguments
 STEPS, STEADY = 7, (5, 6, 7)
 LAYERS = 2, 8
 # Calls of Python functions and of C, beyond those of a plain Trainer; and in each further layer.
-MOST_CALLS, MOST_IN_A_LAYER = 900, 1
+MOST_CALLS, MOST_IN_A_LAYER = 610, 1
 
 
 class CallsBeforeKernels(TrainerCallback):

@@ -142,7 +142,7 @@ class DecoderBorders:
         """Moves rows in. torch.compile traces this; it does nothing for a batch that is already placed."""
         if not self._is_open or kwargs.get("distca_plan") is None:
             return None
-        placed = self.move_in(kwargs["distca_plan"], dict(zip(self._names, args, strict=False)) | kwargs)
+        placed = self._move_in(kwargs["distca_plan"], dict(zip(self._names, args, strict=False)) | kwargs)
         return None if placed is None else (args[len(self._names) :], placed)
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
@@ -150,8 +150,6 @@ class DecoderBorders:
         plan = kwargs.get("distca_plan")
         return self._move_home(plan, output) if self._is_open and plan is not None else None
 
-    # Outside of compiled graphs, because the number of tokens differs from batch to batch.
-    @hidden_from_dynamo
     def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
         """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
         Raises the errors of `_columns_of`."""
@@ -181,12 +179,13 @@ class DecoderBorders:
         # Positions and other whole numbers are side by side: one index then picks all numbers of a row.
         whole = [name for name, value in moving.items() if value.dtype == torch.int64 and value.ndim == 1]
         numbers = {name: moving.pop(name) for name in whole}
-        moving[NUMBERS] = torch.stack([*positions.expand(columns.position_rows, -1), *numbers.values()], dim=1)
+        of_positions = positions.expand(columns.position_rows, -1).unbind()
+        moving[NUMBERS] = torch.stack([*of_positions, *numbers.values()], dim=1)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
         for name in (name for name in given if name in REPLACED_BY_PLAN):
             given[name] = None
         at, *others = placed.pop(NUMBERS).T.contiguous().split_with_sizes([columns.position_rows, *[1] * len(numbers)])
-        given["position_ids"] = at if len(at) == 1 else at[:, None]
+        given["position_ids"] = at if columns.position_rows == 1 else at[:, None]
         given |= zip(numbers, others, strict=True)
         if (row_tokens := given.pop(ROW_TOKENS, None)) is not None:
             self._counted.place(row_tokens[0])
@@ -194,6 +193,9 @@ class DecoderBorders:
             deep, is_image = rows.move_images_in(_dense_deep(given, columns.deep_layers), columns.differentiate)
             given |= {DEEP: list(deep.unbind(1)), DEEP_MASK: is_image[None]}
         return given | {name: value[None] for name, value in placed.items()}
+
+    # Outside of compiled graphs, because the number of tokens differs from batch to batch.
+    _move_in = hidden_from_dynamo(move_in)
 
     @hidden_from_dynamo
     def _move_home(self, plan: LivePlan, output: object) -> object:
@@ -220,7 +222,7 @@ class DecoderBorders:
         columns differ from those that ranks agreed on for batches of this form."""
         described = {name: (value.dtype, value.shape[1:]) for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
-        now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)
+        now = Columns(positions.shape[0], len(given.get(DEEP) or ()), crosses and differentiate, described)
         known = self._columns.get(plan.planned.batch_forms) if crosses else now
         if known is not None and not (
             now.described == known.described
@@ -272,8 +274,10 @@ class DecoderBorders:
         for name, value in given.items():
             if name in APART or not isinstance(value, torch.Tensor):
                 continue
+            if value.shape[:2] == shape or value.numel() <= 1:
+                continue
             is_of_tokens = length in value.shape[1:] or value.shape[:1] == (batch_size * length,)
-            if value.numel() > 1 and value.shape[:2] != shape and (is_of_tokens or name in self._names):
+            if is_of_tokens or name in self._names:
                 raise UnsupportedAttentionError(
                     f"{where}: the decoder of {self._class_name} gets {name} of shape {[*value.shape]}, and tokens of "
                     f"shape {[*shape]}: it is not known how to move it with the tokens. Leave it out, or give it one "
@@ -290,7 +294,7 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
     }
     of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.in_words, **flags}.items())}
     numbers = {POSITIONS: now.position_rows, IMAGE_LAYERS: now.deep_layers, "differentiate": int(now.differentiate)}
-    facts = {**(plan.forward_pass.facts or {}), **of_inputs}
+    facts = {**plan.forward_pass.facts, **of_inputs}
     agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
     shown_by = agreement.wait()
     for name, spare in ((POSITIONS, 1), (IMAGE_LAYERS, 0)):

@@ -29,6 +29,7 @@ from distca_hf.integrations.models.structure import (
     attention_layers,
     attention_of,
     embedding_holder,
+    own_entries,
     text_configs,
     towers,
     transformers_model,
@@ -145,12 +146,15 @@ class ForwardCheck:
         """Checks that the model still attends through distca, even if a rank attends locally. In a pass that does not
         train, another implementation may be intended: only warns then, once. Raises PlanError if its attention
         implementation was changed."""
-        now = map(attention_of, self._attention_configs)
-        others = [implementation for implementation in now if implementation != IMPLEMENTATION]
-        if not others or (not trains and self._warned_of_implementation):
+        for config in self._attention_configs:
+            if (other := attention_of(config)) != IMPLEMENTATION:
+                break
+        else:
+            return
+        if not trains and self._warned_of_implementation:
             return
         message = (
-            f"{self._class_name} was enabled for distca, but its config now says attn_implementation={others[0]!r}: "
+            f"{self._class_name} was enabled for distca, but its config now says attn_implementation={other!r}: "
             "documents of a packed row could see each other, and documents cut between ranks need distca. Call "
             'model.set_attn_implementation("distca"). If you did not change it: another model was made from '
             "model.config, which then shares it; give that one copy.deepcopy(model.config)"
@@ -163,6 +167,8 @@ class ForwardCheck:
     def images_wait(self, trains: bool) -> bool:
         """Returns whether a rank with images waits for ranks without images: for weights of its towers, or for their
         gradients. Call it after the model was wrapped."""
+        if not self.towers:
+            return False
         modules = [module for tower in self.towers.values() for module in tower.modules()]
         parts = [id(part) for of in modules for part in (*of._modules.values(), *of._parameters.values())]
         if parts != self._tower_parts:  # wrapping replaced modules, or weights
@@ -178,9 +184,11 @@ class ForwardCheck:
 
     def gradients_before_decoder(self) -> tuple[bool, ...]:
         """Returns whether embeddings and towers need gradients, which then travel to them from rows."""
-        parts = self._embedding_holder.get_input_embeddings().modules()
-        embeddings = (x for part in parts for x in part._parameters.values() if x is not None)  # in half the time
-        return any(x.requires_grad for x in embeddings), any(x.requires_grad for x in self._outside_text)
+        embedding, trains = self._embedding_holder.get_input_embeddings(), False
+        for part in embedding.modules() if embedding._modules else (embedding,):
+            for weight in part._parameters.values():  # quicker than its `parameters()`
+                trains = trains or (weight is not None and weight.requires_grad)
+        return trains, any(x.requires_grad for x in self._outside_text) if self.towers else False
 
     @cached_property
     def _outside_text(self) -> list[nn.Parameter]:
@@ -327,8 +335,8 @@ class ConfigFacts:
 
     def now(self) -> dict[str, object]:
         """Returns them by name. Formats them only if they have changed: that takes a fifth of a millisecond."""
-        if self._seen != vars(self._config):
-            self._seen = copy.deepcopy(vars(self._config))
+        if self._seen != own_entries(self._config):
+            self._seen = copy.deepcopy(own_entries(self._config))
             self._facts = {
                 # Memory addresses would differ between ranks.
                 f"config.{name}": json.dumps(

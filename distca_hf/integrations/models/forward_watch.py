@@ -24,6 +24,7 @@ from distca_hf.batches.square_masks import is_square, numbered_rows, tokens_in
 from distca_hf.batches.written_batches import WrittenBatches, state_of
 from distca_hf.comm.agreement import Announced, Occasion
 from distca_hf.comm.averaging import check_averaging
+from distca_hf.comm.grid import Grid
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
@@ -60,12 +61,14 @@ from distca_hf.integrations.models.structure import (
 from distca_hf.integrations.models.tiles import tile, untile
 from distca_hf.integrations.models.tower_borders import TowerBorders
 from distca_hf.integrations.models.weights_check import is_due
-from distca_hf.parallel_context import ParallelContext
+from distca_hf.parallel_context import Members, ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
+
+Facts = dict[str, object]
 
 
 def watch_of(model: nn.Module | None) -> "ForwardWatch | None":
@@ -109,7 +112,8 @@ class ForwardWatch:
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
-        self._facts, self._handles = dict[str, object](), list[RemovableHandle]()
+        self._facts: Facts | Callable[[], Facts] = {}
+        self._handles = list[RemovableHandle]()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ForwardWatch":
         """Returns itself: a copied model keeps the watch of the original, which notices the copy."""
@@ -182,10 +186,11 @@ class ForwardWatch:
         batch = completed(batch, self._class_name)
         plan, args = batch.get("distca_plan"), args[len(self._names) :]
         is_given, trains = plan is None, module.training and torch.is_grad_enabled()
+        members = self.context.members
         if trains and self._check.tiles:  # a cache would have all heads
             batch = batch | self._no_cache(batch)
         if is_given:
-            if self._attends_locally(batch, trains, evaluates=not module.training):
+            if self._attends_locally(batch, members, trains, evaluates=not module.training):
                 if module is self.root:
                     self._check.check_implementation(trains)
                 if trains:
@@ -207,11 +212,11 @@ class ForwardWatch:
                 self._check.check_model(module)
                 self._prepare(module, plan.config, plan.transport.world_size)
         self._check.check_plan(plan)
-        self.context.check_shares(plan.transport, plan.micro_batch)
+        self.context.check_shares(members, plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
         plan = plan.for_pass()
         batch |= self._mixers.with_plan(batch, plan)
-        self._begin(module, plan, trains)
+        self._begin(module, plan, members.grid, trains)
         counted = self._counted.begin(batch, plan, trains, tokens_of(batch).shape[1])
         batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
         return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
@@ -224,20 +229,23 @@ class ForwardWatch:
         if is_looked_at:  # the model may be wrapped at any time
             check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
-        self._facts = {
-            **config.shared_settings(),
+        of_pass = {
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
             "attention calls that are recomputed": sum(map(len, self._recomputed.regions)),
             "checkpointed modules that attend again": self._recomputed.again,
             "masks of their layers": self._recomputed.regions,
             "received rows wait for recomputation": rows_wait,
-            **self._check.facts(again=is_looked_at),
         }
 
-    def _begin(self, module: nn.Module, plan: LivePlan, trains: bool) -> None:
+        def facts() -> Facts:
+            return {**config.shared_settings(), **of_pass, **self._check.facts(again=is_looked_at)}
+
+        self._facts = facts() if is_looked_at else facts  # called at the first attention call: the device is busy then
+
+    def _begin(self, module: nn.Module, plan: LivePlan, grid: Grid, trains: bool) -> None:
         """Begins a pass for which `_prepare` was called."""
-        calls, grid, parts = self._check.num_calls, self.context.members.grid, self._recomputed.parts
+        calls, parts = self._check.num_calls, self._recomputed.parts
         layers = self._check.pass_layers(self._recomputed.regions)
         predict = partial(predictable, self.root, self.flops)
         trace = self.reported_steps.begin(plan, trains, lambda: predict(parts(module), grid))
@@ -248,15 +256,16 @@ class ForwardWatch:
         """Returns `use_cache=False`, unless the caller chose a value: a cache would keep the keys of all layers."""
         if not self._accepts_use_cache or batch.get("use_cache") is not None:
             return {}
-        if not self._logged_cache and getattr(transformers_model(self.root).config, "use_cache", False):
+        if not self._logged_cache:
             self._logged_cache = True
-            log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
+            if getattr(transformers_model(self.root).config, "use_cache", False):
+                log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
-    def _attends_locally(self, batch: Batch, trains: bool, evaluates: bool) -> bool:
+    def _attends_locally(self, batch: Batch, members: Members, trains: bool, evaluates: bool) -> bool:
         """Returns whether this rank attends to a batch without other ranks: if it is a single one, and documents share
         nothing; with a cache; or without training (evaluation, a teacher), unless `evaluate` is "distca"."""
-        evaluates, members = evaluates and self.context.evaluate == "distca", self.context.members
+        evaluates = evaluates and self.context.evaluate == "distca"
         # Tensor ranks of one data rank have nothing to exchange, but agree.
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
         local = not (trains or evaluates) or cache_of(batch) is not None
@@ -279,10 +288,10 @@ class ForwardWatch:
             if looks := is_due(self._passes_with_gradients + 1):  # at the model, and may refuse it
                 prepare()
 
-        def meanwhile() -> None:
+        def meanwhile(may_move: bool) -> None:
             if not looks:
                 prepare()
-            if returning != Returning.STATES:
+            if may_move and returning != Returning.STATES:
                 self.loss.shift(batch)
 
         plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, *own)

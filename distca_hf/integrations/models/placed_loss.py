@@ -69,6 +69,9 @@ class PlacedLoss:
         self._label_count: Any = None
         self._shifts = False
         self._head, self._parts_then = model.get_output_embeddings(), [*model._modules.values()]
+        # What the latest looks at hooks, and at functions of the model, have found.
+        self._hooks, self._unknown = list[object](), ""
+        self._runs, self._own_loss = tuple[object, ...](), ""
 
     @property
     def is_placed(self) -> bool:
@@ -96,10 +99,12 @@ class PlacedLoss:
         for name in ("output_router_logits", "logits_to_keep"):
             if isinstance(given := batch.get(name), torch.Tensor) or given:
                 return f"{name} is set"
-        apart = {*REPLACED_BY_PLAN, "position_ids"}
-        tensors = {name: x for name, x in batch.items() if name not in apart and isinstance(x, torch.Tensor)}
-        unknown = [name for name, x in tensors.items() if x.numel() > 1 and x.shape[:2] != tokens.shape]
-        return f"the batch has {unknown[0]}, which is not of single tokens" if unknown else ""
+        for name, x in batch.items():
+            if name in REPLACED_BY_PLAN or name == "position_ids" or not isinstance(x, torch.Tensor):
+                continue
+            if x.shape[:2] != tokens.shape and x.numel() > 1:
+                return f"the batch has {name}, which is not of single tokens"
+        return ""
 
     def _of_model(self) -> str:
         if self._is_multimodal:
@@ -109,14 +114,30 @@ class PlacedLoss:
         parts = [*self._model._modules.values()]
         if parts != self._parts_then or self._head not in parts:  # quicker than asking for the head in every pass
             self._head, self._parts_then = self._model.get_output_embeddings(), parts
-        for part in dict.fromkeys((self._root, self._model, self._head)):
-            if part is not None and (module := unknown_hook(part)):
-                return f"a hook of {module} may read logits or the loss"
-        return ""
+        # Most passes have the hooks of the pass before, and equal hooks are the same ones.
+        around = [part for part in (self._root, self._model, self._head) if part is not None]
+        hooks = list[object]()
+        for part in around:
+            hooks += part._forward_hooks.values()
+            hooks += part._forward_pre_hooks.values()
+        if hooks != self._hooks:
+            self._hooks, self._unknown = hooks, next(filter(None, map(unknown_hook, around)), "")
+        return f"a hook of {self._unknown} may read logits or the loss" if self._unknown else ""
 
     def _of_loss(self, batch: Batch) -> str:
         if batch.get("num_items_in_batch") is None:
             return "the model is given no num_items_in_batch, and divides by the labels of its rank"
+        model, own = self._model, vars(self._model)
+        now = (
+            type(model),
+            type(model).forward,
+            *map(own.get, ("forward", "_loss_function", "loss_type", *MEANS_OVER_ROWS)),
+        )
+        if now != self._runs:  # inspecting functions takes long
+            self._runs, self._own_loss = now, self._of_functions()
+        return self._own_loss
+
+    def _of_functions(self) -> str:
         model, name = self._model, type(self._model).__name__
         if any(getattr(model, factor, 0) for factor in MEANS_OVER_ROWS) or not _is_plain(type(model)):  # type: ignore[arg-type]
             return f"the loss of {name} is more than a sum over labels"

@@ -222,7 +222,8 @@ def _of_batch(batch: Batch, is_multimodal: bool) -> str:
             if is_of_all or (is_tensor and name in OF_IMAGES):
                 continue
             return f"the batch has {name}, and it is not known to which tokens it belongs"
-        is_of_tokens = isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape and value.numel() > 1
-        if is_of_tokens and name not in KNOWN_COLUMNS:
+        if name in KNOWN_COLUMNS or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape[:2] == tokens.shape and value.numel() > 1:
             return f"the batch has {name}, which may differ for equal tokens"
     return ""

@@ -245,8 +245,14 @@ def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def attention_of(config: PreTrainedConfig) -> str | None:
     """Returns the attention of one configuration. Its public getter takes longer, and is asked in every pass."""
-    found: str | None = vars(config).get("_attn_implementation_internal")
+    found: str | None = own_entries(config).get("_attn_implementation_internal")
     return found
+
+
+def own_entries(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns what `vars` returns, without the configuration's own look-up of names, which takes longer."""
+    entries: dict[str, Any] = object.__getattribute__(config, "__dict__")
+    return entries
 
 
 def set_attention(config: PreTrainedConfig, implementation: str | None) -> None:

@@ -21,6 +21,7 @@ instead, and `train_loss` has their mean over ranks.
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -153,6 +154,8 @@ class LossReader:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment, self._trainer = attachment, attachment.trainer
         self._replaced_before = {name for name in OF_LOSS if name in vars(self._trainer)}
+        self._methods_of = attrgetter(*(name for name in OF_LOSS if hasattr(Trainer, name)))
+        self._methods, self._others = tuple[object, ...](), list[str]()  # of the latest step, and which see the loss
 
     def install(self) -> None:
         self._attachment.replace(self._trainer, "compute_loss", partial(self._read_loss, self._trainer.compute_loss))
@@ -176,17 +179,13 @@ class LossReader:
     def _reason(self) -> str:
         """Returns why the loss of this rank, or more, is read; empty if only its mean over ranks is."""
         trainer, args = self._trainer, self._trainer.args
-        replaced = self._replaced_before | self._attachment.replaced_since(OF_LOSS)
-        others = [
-            name
-            for name in OF_LOSS
-            if name in replaced
-            or (method := getattr(Trainer, name, None)) is not getattr(type(trainer), name, None)
-            or (method is not None and method.__module__ != Trainer.__module__)
-        ]
-        if others:
+        methods = *map(vars(trainer).get, OF_LOSS), self._methods_of(type(trainer)), self._methods_of(Trainer)
+        if methods != self._methods:
+            self._methods, self._others = methods, self._not_of_trainer()
+        if self._others:
             return (
-                f"{type(trainer).__name__}.{others[0]} is not Trainer's: it may read logits or losses, or count labels"
+                f"{type(trainer).__name__}.{self._others[0]} is not Trainer's: it may read logits or losses, or count "
+                "labels"
             )
         if trainer.compute_loss_func is not None:
             return "compute_loss_func reads logits"
@@ -195,6 +194,17 @@ class LossReader:
         if args.world_size > 1 and not args.average_tokens_across_devices:
             return "average_tokens_across_devices=False: ranks divide by other numbers of labels"
         return self._unlogged()
+
+    def _not_of_trainer(self) -> list[str]:
+        """Returns which methods of `OF_LOSS` are not Trainer's."""
+        kind, replaced = type(self._trainer), self._replaced_before | self._attachment.replaced_since(OF_LOSS)
+        return [
+            name
+            for name in OF_LOSS
+            if name in replaced
+            or (method := getattr(Trainer, name, None)) is not getattr(kind, name, None)
+            or (method is not None and method.__module__ != Trainer.__module__)
+        ]
 
     def _unlogged(self) -> str:
         """Returns why no later log may cover the running step; empty if one will."""

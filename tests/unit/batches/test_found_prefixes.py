@@ -228,7 +228,7 @@ def test_the_other_rank_hears_of_a_failure_after_an_agreement(fails: str) -> Non
     """Ranks exchange rows until they wait for documents, so none may leave before."""
     batches = [padded(*answered(5, 70)), padded(*answered(9, 30))]
 
-    def fail() -> str:
+    def fail(*may_move: bool) -> str:
         raise ValueError("no room")
 
     def run(transport: LoopbackTransport) -> str:
