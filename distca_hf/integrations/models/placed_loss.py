@@ -132,6 +132,7 @@ class PlacedLoss:
             type(model),
             type(model).forward,
             *map(own.get, ("forward", "_loss_function", "loss_type", *MEANS_OVER_ROWS)),
+            *[getattr(type(model), factor, None) for factor in MEANS_OVER_ROWS],
         )
         if now != self._runs:  # inspecting functions takes long
             self._runs, self._own_loss = now, self._of_functions()
