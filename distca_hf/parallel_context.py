@@ -20,16 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh  # integratio
 from distca_hf.comm.agreement import CheckedTransport
 from distca_hf.comm.averaging import named_ranks
 from distca_hf.comm.grid import Grid, Scope
-from distca_hf.comm.groups import (
-    Members as Members,  # integrations name it, too
-)
-from distca_hf.comm.groups import (
-    default_device,
-    grid_of_mesh,
-    is_initialized,
-    open_transport,
-    process_group_of,
-)
+from distca_hf.comm.groups import Members as Members  # integrations name it, too
+from distca_hf.comm.groups import default_device, grid_of_mesh, is_initialized, open_transport, process_group_of
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError

@@ -18,7 +18,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Torch's compiler would compile programs for seconds to learn which vectors this CPU has. Its kernels need none here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-# Nor processes that compile beside it: each would import torch.
+# Nor does it need processes to compile in: each would import torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Without compiled files every process would compile the package again, and pytest all tests.
 sys.dont_write_bytecode = False
@@ -57,7 +57,7 @@ gc.disable()
 @pytest.fixture(scope="session", autouse=True)
 def modules_are_no_garbage() -> None:
     """Accelerate collects garbage after every training, and would spend half of the time of tests with a Trainer on
-    what imported modules hold. So would pytest at the end."""
+    what imported modules hold. Pytest would look through that at the end, too."""
     gc.freeze()
     gc.enable()
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import Checkpointing, Sharding
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, StepReport
 from distca_hf.analysis.fit import Room, advice
 from distca_hf.analysis.memory import Memory
@@ -19,6 +18,7 @@ from distca_hf.analysis.simulate.costs import Costs, Tiles
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.training_setup import Checkpointing, Sharding
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PackingError
 from distca_hf.planning.plan import Plan
@@ -27,7 +27,7 @@ from distca_hf.planning.plan import Plan
 # Most optimizer steps to simulate, as in `distca simulate`; and most steps x ranks x micro-steps: planning takes a
 # quarter of a millisecond per rank.
 MOST_STEPS, MOST_RANK_STEPS = 20, 2048
-# Assumptions in JSON.
+# Assumptions that JSON has, in its order.
 ASSUMPTIONS = (
     *("checkpointing", "liger", "gpu_gib", "seed", "cluster"),
     *("mlp_tokens", "attention_kv_heads", "state_on_host", "host_gib"),
@@ -43,7 +43,7 @@ def steps_worth_it(size: int) -> int:
     return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
 
 
-def simulation_of(request: PlanRequest) -> SimulationRequest:
+def simulation_request(request: PlanRequest) -> SimulationRequest:
     """Returns the request to `distca simulate` for the same training, with as many steps as are worth it."""
     gpus, stages = request.num_gpus, request.num_gpus // request.num_ranks
     micro_steps = ceil_div(request.micro_steps, stages)
@@ -65,7 +65,9 @@ class Estimates:
         simulated: the first optimizer steps, in the way of the request, as plain packing, as sorted packs and in the
             stages of its pipeline; on request in all ways.
         ours: the way of the request, over the GPUs of all stages.
+        costs: seconds of the parts of these steps, from measured times.
         memory: of the rank with most tokens, for each way to shard weights.
+        room: memory of a GPU and of its node.
         advice: what does not fit under FSDP2, and what makes it fit; empty if any way fits, and for a pipeline.
     """
 
@@ -120,7 +122,7 @@ def make_estimates(
     epoch's by default."""
     if request.model.size is None:
         return None
-    simulated, profile = simulation_of(request).for_documents(document_tokens), find_profile(request.cluster)
+    simulated, profile = simulation_request(request).for_documents(document_tokens), find_profile(request.cluster)
     ours = "placed" if request.layout == "placed" else "tasks_moved"
     keys = ["plain", "sorted_packs", ours]
     simulation = Simulation(simulated, profile)
@@ -142,7 +144,8 @@ class Choice:
 
     Attributes:
         too_long_documents: number of documents of the dataset that are longer.
-        memory_bytes, fits: peak of a rank under FSDP2, and whether a GPU and its node have it; None if not known.
+        memory_bytes, fits: estimated peak of a rank under FSDP2, and whether a GPU and its node have that much memory;
+            None if not known.
         over_plain: simulated time of plain packing over time as planned. None if the model's size is not known, if
             documents are too long and refused, or too few for a step; and for choices other than the requested one on
             more than `MOST_RANKS_OF_CHOICES` ranks.
@@ -171,8 +174,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class EpochFigures:
-    """Documents of an epoch, and the balance of its micro-batches: with documents in order in all, as planned in some.
-    `bytes_max_rank`: most bytes that any rank receives in one layer's forward pass."""
+    """Documents of an epoch, and the balance of its micro-batches: of all with documents in order, and of those that
+    were planned. `bytes_max_rank`: most bytes that any rank receives in one layer's forward pass."""
 
     documents: int
     tokens: int
@@ -199,8 +202,9 @@ class EpochFigures:
 
 @dataclass(frozen=True, eq=False)
 class PlanAnswer:
-    """The results of `distca plan`: the first optimizer step in full, the epoch, estimates if the model's size is
-    known, and other numbers of tokens per rank: none for documents that were given as a batch, and for a pipeline."""
+    """The results of `distca plan`: the first optimizer step in full, and the balance of the epoch. `estimates`: None
+    if the model's size is not known. `choices`: other numbers of tokens per rank; none for a given batch, and for a
+    pipeline."""
 
     step: StepReport
     epoch: EpochFigures
@@ -268,7 +272,7 @@ def _choices(
         memory = None if of_choice is None else of_choice.memory["fsdp2"]
         fits = None
         if request.model.size is not None:
-            simulated = simulation_of(other)
+            simulated = simulation_request(other)
             if memory is None:
                 received, states = plans.received_bytes.max(), max(one.state_bytes or 0 for one in step.micro_batches)
                 load = simulated.rank_load(tokens_per_rank, int(received), state_bytes=states)

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from distca_hf.analysis import tables
-from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswer, make_answer, simulation_of
+from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswer, make_answer, simulation_request
 from distca_hf.analysis.epoch import StepReport, divide_batch, make_report, pack_epoch, plan_epoch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.groups import UNSHARED
@@ -56,7 +56,7 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         **assumed(options, find_profile(options.cluster)),
     )
     if shape.size is not None:
-        simulation_of(request)  # refuses what cannot be simulated before anything is read
+        simulation_request(request)  # refuses what cannot be simulated before anything is read
     progress = tables.PlanProgress()
     with progress.shown():
         documents = progress.read_lengths(options.lengths)

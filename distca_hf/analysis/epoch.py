@@ -38,7 +38,7 @@ Track = Callable[[Sequence[int]], Iterable[int]]  # yields the given items, and 
 @dataclass(frozen=True, eq=False)
 class PackedEpoch:
     """Micro-batches of an epoch. `document_tokens`: `[documents]` lengths, after overlong documents were cut. `seed`:
-    of their order, in the first epoch; None if the documents were given as a batch."""
+    of the order of documents; None if they were given as a batch."""
 
     document_tokens: IntArray
     epoch: Epoch
@@ -220,7 +220,7 @@ class StepReport:
     """A planned optimizer step.
 
     Attributes:
-        seed, epoch_micro_batches: of the first epoch; None if the documents were given as a batch.
+        seed, epoch_micro_batches: seed and size of the first epoch; None if the documents were given as a batch.
         cut_documents, shards: documents with more than one task, and tasks of these together.
         imbalance_before: of documents in order, if every rank computes its own tokens.
         fingerprint: equal for equal plans.

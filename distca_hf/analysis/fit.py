@@ -7,9 +7,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import GIB, Checkpointing, DecoderSize, Sharding, StateSize, TrainingSetup
+from distca_hf.analysis.decoder_size import DecoderSize, StateSize
 from distca_hf.analysis.memory import USABLE_SHARE, Memory, estimate_memory, shardings
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_choices, check_ranges, check_tiles_and_host
+from distca_hf.analysis.training_setup import GIB, Checkpointing, Sharding, TrainingSetup
 from distca_hf.arrays import ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
@@ -30,8 +31,8 @@ TOKENS_STEP, MOST_TOKENS = 1024, 1 << 20
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that there is: bytes that torch may allocate on a GPU, and GiB of a node that may be pinned; None if that
-    is not known, and everything fits."""
+    """Memory that there is. `gpu_bytes`: bytes that torch may allocate on a GPU. `host_gib`: GiB of a node that may be
+    pinned; None if that is not known, and everything fits."""
 
     gpu_bytes: float
     host_gib: float | None = None
@@ -168,8 +169,8 @@ def _changed(setup: TrainingSetup, size: DecoderSize) -> Iterator[tuple[list[str
 
 @dataclass(frozen=True)
 class Job:
-    """The training that `distca check` checks a model for: each rank has such a GPU, and holds at most so many tokens
-    in a micro-step. All ways to shard weights are tried. `host_gib`, `ranks_per_node`: see `Room`."""
+    """The training that `distca check` checks a model for. `gpu`: of every rank. `tokens_per_rank`: tokens that a rank
+    holds in a micro-step. `setup`: all ways to shard weights are tried. `host_gib`, `ranks_per_node`: see `Room`."""
 
     gpu: Gpu
     tokens_per_rank: int
@@ -196,12 +197,12 @@ class Job:
         return Room(USABLE_SHARE * (self.gpu.gib or 0.0) * GIB, self.host_gib, self.ranks_per_node)
 
 
-def load_of(job: Job, size: DecoderSize, whole_documents: bool, states: StateSize | None = None) -> RankLoad:
+def job_load(job: Job, size: DecoderSize, whole_documents: bool, states: StateSize | None = None) -> RankLoad:
     """Returns what the rank with most tokens holds.
 
-    Keys, values and states of other ranks are from one document that all ranks hold together, planned as training
-    plans it: these are the most that are sent. `states`: that mixers exchange; None if there are none, or their sizes
-    are not known.
+    Keys, values and states of other ranks are those of one document that all ranks hold together, planned as training
+    plans it: no other batch sends more. `states`: sizes of what mixers exchange; None if they exchange nothing, or
+    sizes are not known.
     """
     of_layers = [layer.heads for layer in size.layers if layer.heads]
     received = state_bytes = 0

@@ -56,7 +56,7 @@ class Groups:
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Sequence[object]], tokens: IntArray, source: str) -> Self | None:
-        """Returns the groups of documents, from values of those `GROUP_COLUMNS` that their file has; None if no
+        """Returns the groups of documents, from values of the `GROUP_COLUMNS` that their file has; None if no
         document has a prefix. `tokens`: `[documents]` lengths. `source`: the file, for errors.
 
         Raises:
@@ -98,7 +98,8 @@ class Groups:
         )
 
     def in_words(self, unshared: str) -> str:
-        """Returns a sentence: how many documents begin alike, and whether layers compute that once, or why not."""
+        """Returns a sentence: how many documents begin alike, and whether layers compute that once.
+        `unshared`: why not; empty if they do."""
         counts = self.counts
         ending = (
             f", but share no prefixes: {unshared}"
@@ -173,8 +174,8 @@ class Groups:
 def _row(
     groups: list[object], counts: list[object], length: int, where: str
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns names and prefixes of the groups of a row of so many tokens, from the cells of both columns. `where`:
-    the row, for errors. Raises PackingError as `Groups.of_columns` does."""
+    """Returns names and prefixes of the groups of a row, from the cells of both columns. `length`: tokens of the row.
+    `where`: the row, for errors. Raises PackingError as `Groups.of_columns` does."""
     path, prefix = list[str](), list[int]()
     for given in groups:
         if not isinstance(given, str | int) or given == "":

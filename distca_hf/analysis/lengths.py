@@ -51,7 +51,7 @@ MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
 
 @dataclass(frozen=True, eq=False)
 class DocumentLengths:
-    """`[documents]` lengths in tokens, and their file and column. `grouping`: values of those `GROUP_COLUMNS` that the
+    """`[documents]` lengths in tokens, and their file and column. `grouping`: values of the `GROUP_COLUMNS` that the
     file has; empty without prefixes. `groups`: which documents begin alike; None if that is not known."""
 
     tokens: IntArray

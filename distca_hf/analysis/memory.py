@@ -50,9 +50,8 @@ from distca_hf.analysis.decoder_size import (
     SINGLE_BYTES,
     DecoderSize,
     LayerSize,
-    Sharding,
-    TrainingSetup,
 )
+from distca_hf.analysis.training_setup import Sharding, TrainingSetup
 
 
 SHARDING_NAMES: dict[str, str] = {"fsdp2": "FSDP2", "fsdp2_synced": "FSDP2 synced", "zero3": "ZeRO-3"}
@@ -81,7 +80,7 @@ class Memory:
         gradients: of earlier micro-steps (`gradient_bytes`), and of layers whose backward is over.
         gathered: whole weights and gradients of weights of the layers that are computed at that time.
         kept: activations that wait for backward on the GPU.
-        layer, head: activations and gradients of one layer, or of the loss with the last norm, whichever is more.
+        layer, head: activations and gradients of one layer, and of the loss with the last norm; the smaller one is 0.
         received: keys and values of other ranks, and their gradients.
         optimizer_step: its share when the optimizer runs, including gradients, and nothing else.
         host_kept, host_state: activations, and weights, gradients and the optimizer's state, on the host.

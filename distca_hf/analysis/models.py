@@ -191,9 +191,9 @@ def llama_shape(
     experts: tuple[int, int] = (1, 1),
     norms_heads: bool = False,
 ) -> ModelShape:
-    """Returns the shape of a model of gated layers in bfloat16, from its config.json. `heads`: num_attention_heads,
-    num_key_value_heads, head_dim. `sizes`: num_hidden_layers, hidden_size, intermediate_size (of an expert),
-    vocab_size. `tied`: tie_word_embeddings. `experts`: of a layer, and those that a token is sent to."""
+    """Returns the shape of a model of gated layers in bfloat16, from values of its config.json. `heads`:
+    num_attention_heads, num_key_value_heads, head_dim. `sizes`: num_hidden_layers, hidden_size, intermediate_size (of
+    an expert), vocab_size. `tied`: tie_word_embeddings. `experts`: of a layer, and those that a token is sent to."""
     query, key_value, dim = heads
     shape = Heads.of_config({"num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": dim})
     size = ModelSize.of_gated_layers(shape, *sizes, tied, *experts)

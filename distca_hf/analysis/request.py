@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import Checkpointing
 from distca_hf.analysis.models import ModelShape, SimulatedModel
 from distca_hf.analysis.options import PlanOptions, SimulateOptions
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, ClusterProfile, gpu_gib_of
+from distca_hf.analysis.training_setup import Checkpointing
 from distca_hf.arrays import IntArray, ceil_div, offsets
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
@@ -37,7 +37,7 @@ MAX_RANKS = 8192
 # Maximum number of micro-steps of an optimizer step, all of which are planned; far more than trainings use.
 MAX_MICRO_STEPS = 1024
 # Most KV heads of a tile that options accept.
-MOST_HEADS = 4096
+MOST_TILE_HEADS = 4096
 # Most memory of a node, in GiB.
 MOST_HOST_GIB = 1_000_000
 # Most memory of a GPU, in GiB: all GPUs of a large cluster together have less.
@@ -60,8 +60,10 @@ def check_choices(*options: tuple[str, str, Sequence[str]]) -> None:
 
 def check_tiles_and_host(mlp_tokens: int, attention_kv_heads: int, host_gib: float | None) -> None:
     """Raises ConfigError if tokens or heads of a tile, or the memory of a node, are out of range."""
-    tiles = ("--mlp-tokens", mlp_tokens, MAX_DOCUMENT_TOKENS), ("--attention-kv-heads", attention_kv_heads, MOST_HEADS)
-    for option, value, most in tiles:
+    for option, value, most in (
+        ("--mlp-tokens", mlp_tokens, MAX_DOCUMENT_TOKENS),
+        ("--attention-kv-heads", attention_kv_heads, MOST_TILE_HEADS),
+    ):
         if not 0 <= value <= most:
             raise ConfigError(f"{option} {value} must be between 0 and {most}")
     if host_gib is not None and not 0 < host_gib <= MOST_HOST_GIB:
@@ -70,9 +72,12 @@ def check_tiles_and_host(mlp_tokens: int, attention_kv_heads: int, host_gib: flo
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """How a model is trained, see `TrainingSetup`, and on which GPUs and nodes, see `Room`. Tiles and the host change
-    memory, and no time. `seed`: of the order of documents. Raises ConfigError, which names the option, if a value is
-    out of range."""
+    """How a model is trained (see `TrainingSetup`), and on which GPUs and nodes (see `Room`). Tiles and the host
+    change memory, but no time. `seed`: of the order of documents.
+
+    Raises:
+        ConfigError: a value is out of range; names its option.
+    """
 
     checkpointing: Checkpointing = "saved"
     liger: bool = False
@@ -193,8 +198,8 @@ class PlanRequest(Assumptions):
 
 
 def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) -> list[Plan]:
-    """Plans every micro-step, of `[documents]` lengths in the order of packing; at most as many tokens as all ranks
-    hold.
+    """Plans every micro-step. `micro_batches`: for each `[documents]` lengths in the order of packing, of at most as
+    many tokens as all ranks hold.
 
     Raises:
         PackingError: lengths are out of range.

@@ -14,11 +14,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from distca_hf.analysis.decoder_size import GIB, Sharding
 from distca_hf.analysis.fit import Room
 from distca_hf.analysis.lengths import DocumentLengths, read_lengths
 from distca_hf.analysis.memory import SHARDING_NAMES, Memory, gradient_bytes
 from distca_hf.analysis.simulate.result import Result
+from distca_hf.analysis.training_setup import GIB, Sharding
 from distca_hf.arrays import IntArray
 from distca_hf.errors import printable
 
@@ -91,7 +91,7 @@ class PlanProgress:
 
 
 def of_lengths(source: str, tokens: IntArray, thing: str = "document") -> str:
-    """Returns how many documents, or rows, there are, and their tokens, as the beginning of a text."""
+    """Returns the beginning of a sentence: how many documents or other things there are, and how long they are."""
     counts = f"{counted(len(tokens), thing)}, {counted(int(tokens.sum()), 'token')}"
     return f"{source}: {counts}, the longest has {int(tokens.max()):,}"
 

@@ -116,11 +116,11 @@ class ShownNumbers(NamedTuple):
         returning: what the passes of all ranks return.
         needing: names of the ranks that need hidden states, as text.
         is_planned: whether all ranks planned this micro-batch ahead, under the same number.
+        most_borders: borders of runs of image tokens of the rank that has most; see `ReadDocuments`.
         most_images: images and videos of the rank that has most; 0 if some rank's must stay.
         image_dtype: dtype of their pixels; None without any, or of one that is not moved.
         images_wait: whether on some rank a tower waits for the towers of all ranks.
         images_train: whether towers, or what follows them, need gradients on some rank.
-        most_borders: borders of runs of image tokens of the rank that has most; see `ReadDocuments`.
         images_even: largest over mean work of the ranks' images; None unless it is small, all ranks have some, and
             their pixels have one form.
     """
@@ -132,12 +132,12 @@ class ShownNumbers(NamedTuple):
     returning: Returning
     needing: str
     is_planned: bool
-    most_images: int
-    image_dtype: torch.dtype | None
-    images_wait: bool
-    images_train: bool
     most_borders: int
-    images_even: float | None
+    most_images: int = 0
+    image_dtype: torch.dtype | None = None
+    images_wait: bool = False
+    images_train: bool = False
+    images_even: float | None = None
 
 
 class GivenAgreement:
@@ -213,25 +213,29 @@ class GivenAgreement:
         numbers = agreement.wait(Scope.ROWS)
         if CHECKSUM in mine:
             self._check_same_batch(agreement, number)
-        longest = max(numbers["longest document"])
         of_all = returning if len({*numbers["returning"]}) == 1 else Returning.STATES
         needing = ""
         if Returning.STATES in numbers["returning"]:
             needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
-        is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
-        of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
         self._warn(numbers, number)
-        most_images, dtype, wait, train, borders, even = self._images_of(numbers, number, towers)
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned, most_images, dtype, wait, train, borders, even)
+        shown = ShownNumbers(
+            any(numbers["padded"]),
+            numbers["documents"],
+            max(numbers["longest document"]),
+            tuple(numbers["form"]),
+            of_all,
+            needing,
+            set(numbers["planned ahead"]) == {ahead} != {0},
+            max(numbers["borders of images"]),
+        )
+        has_images = any((*numbers["dtypes of images"], *numbers["towers"]))
+        return self._with_images(shown, numbers, number, towers) if has_images else shown
 
-    def _images_of(
-        self, numbers: Mapping[str, Sequence[int]], number: int, towers: Facts
-    ) -> tuple[int, torch.dtype | None, bool, bool, int, float | None]:
-        """Returns what ranks showed of their images, as `ShownNumbers` has it, from `most_images` on."""
+    def _with_images(
+        self, shown: ShownNumbers, numbers: Mapping[str, Sequence[int]], number: int, towers: Facts
+    ) -> ShownNumbers:
+        """Adds what ranks showed of their images and towers."""
         num_images, dtypes_of_ranks = numbers["images that may move"], numbers["dtypes of images"]
-        borders = max(numbers["borders of images"])
-        if not any((*dtypes_of_ranks, *numbers["towers"])):  # no rank has images
-            return 0, None, False, False, borders, None
         wait, train = (any(of & bit for of in numbers["towers"]) for bit in (1, 2))
         bits = max(dtypes_of_ranks) >> 1
         # Bit 0 by itself: this rank's images have a dtype that does not move.
@@ -246,8 +250,13 @@ class GivenAgreement:
             compared.wait()  # names what differs
         work = numbers["work of towers"]
         is_even = all(work) and are_even(np.array(work)) and len({*numbers["form of pixels"]}) == 1
-        even = imbalance(work) if is_even else None
-        return most_images, dtype, wait, train, borders, even
+        return shown._replace(
+            most_images=most_images,
+            image_dtype=dtype,
+            images_wait=wait,
+            images_train=train,
+            images_even=imbalance(work) if is_even else None,
+        )
 
     def _warn(self, numbers: Mapping[str, Sequence[int]], number: int) -> None:
         """Warns of ranks whose first batch has no label to learn: most likely none of their batches has any. Warns

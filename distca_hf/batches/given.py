@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
-from typing import NamedTuple
 
 import torch
 
@@ -45,7 +44,7 @@ from distca_hf.planning.row_moves import RowMoves
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import PostingTransport, among_trainers
-from distca_hf.runtime.row_moves import DeviceRowMoves, PinnedRowMoves
+from distca_hf.runtime.row_moves import PinnedRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 
 
@@ -55,13 +54,6 @@ LEARNT = (
     "prompts to -100 to share them"
 )
 EXTRA_RANKS = "attention servers take part"
-
-
-class _Copied(NamedTuple):
-    """A plan on the device, without what other ranks say of the batch."""
-
-    planned: Planned
-    moves: DeviceRowMoves | None
 
 
 class _Meanwhile:
@@ -197,7 +189,7 @@ class GivenPlanner:
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs of the pass's results.
-            meanwhile: runs while this rank waits for the others; is told whether rows may move in.
+            meanwhile: runs while this rank waits for the others, and is told whether rows may move in.
             unshared: returns why documents of this rank must not share prefixes, empty if they may. Called only if
                 that matters; then perhaps not before the first attention call, when the device is busy.
             towers: arguments of towers, by name.
@@ -223,16 +215,14 @@ class GivenPlanner:
             Announced(self._transport, number, Occasion.PLAN).tell(error)
             raise
         ahead = 0 if planned is None else planned.number
-        made = None if planned is None or self._posting is not None else planned.known
-        copied: _Copied | None = None
+        known = None if planned is None or self._posting is not None else planned.known
+        copied: Planned | None = None
 
         def while_waiting() -> None:
             nonlocal copied
-            moves = None if made is None else made.moves
-            meanwhile(moves is None or moves.moves.changes_rows)
-            if made is not None:  # most likely all ranks have planned it ahead
-                of_moves = None if moves is None else moves.to(device)
-                copied = _Copied(made.kinds.planned(device, made.plan.fingerprint), of_moves)
+            meanwhile(known is None or known.moves is None or known.moves.moves.changes_rows)
+            if known is not None:  # most likely all ranks have planned it ahead
+                copied = known.to(device)
 
         done = _Meanwhile(while_waiting)
         of_pass = images_wait, gradients_of, returning, ahead, step_batches, done.run, towers, work
@@ -354,7 +344,7 @@ class GivenPlanner:
     def _plan_incoming(
         self,
         prepare: Callable[[], HostPlan],
-        copied: _Copied | None,
+        copied: Planned | None,
         number: int,
         trains: bool,
         device: torch.device,
@@ -362,11 +352,11 @@ class GivenPlanner:
         shown: ShownNumbers,
         spent_seconds: float,
     ) -> Planned:
-        """Waits for the plan or makes it, and copies it to the device, unless that was done before."""
+        """Waits for the plan or makes it, and copies it to the device unless it was `copied` while ranks waited."""
         began = time.perf_counter()
-        plan, num_chunks, kinds, moves, _ = prepare()
-        self.latest_moves = None if moves is None else moves.moves
-        facts = kinds.facts
+        host = prepare()
+        self.latest_moves = None if host.moves is None else host.moves.moves
+        facts = host.kinds.facts
         if shown.returning is not Returning.STATES:  # head and loss run on placed rows
             facts = facts.with_head_on_placed_rows()
         self.history.append(facts)
@@ -376,8 +366,6 @@ class GivenPlanner:
             self.times.plan_seconds += spent_seconds + time.perf_counter() - began
         posted = None
         if self._posting is not None and trains:
-            posted = self._posting.post(None if extra_ranks is None else plan, number, num_chunks)
-        if copied is None:
-            of_moves = None if moves is None else moves.to(device)
-            copied = _Copied(kinds.planned(device, plan.fingerprint, posted), of_moves)
-        return copied.planned._replace(facts=facts, moves=copied.moves, batch_forms=shown.forms)
+            posted = self._posting.post(None if extra_ranks is None else host.plan, number, host.num_chunks)
+        planned = host.to(device, posted) if copied is None else copied
+        return planned._replace(facts=facts, batch_forms=shown.forms)

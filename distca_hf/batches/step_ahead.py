@@ -3,7 +3,7 @@
     step begins              the batches that Trainer or its loader already holds are noted
     attention, first pass    they are read; ranks agree on their number, and gather all lengths at once
     end of the first pass    a thread starts to plan micro-batches 2, 3, ..., and the first one of the next step
-    later passes             copy their plan to the device
+    later passes             copy their plan to the device, while ranks wait for each other
 
 The host does this only while the device is busy, and waits only if documents begin alike. The thread touches neither
 process groups nor device streams. The pass uses its plan if all ranks show that they have it; otherwise the pass
@@ -24,7 +24,8 @@ from distca_hf.batches.image_plans import ImagePlan
 from distca_hf.batches.read_documents import PaddedRows, ReadDocuments, Reading
 from distca_hf.comm.transport import Transport
 from distca_hf.planning.plan import Plan
-from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.layer_kinds import PinnedKinds, Planned
+from distca_hf.runtime.posted import Posted
 from distca_hf.runtime.row_moves import PinnedRowMoves
 
 
@@ -50,14 +51,19 @@ class HostPlan(NamedTuple):
     moves: PinnedRowMoves | None
     images: ImagePlan | None = None
 
+    def to(self, device: torch.device, posted: Posted | None = None) -> Planned:
+        """Returns the planned micro-batch, on the device; the host does not wait. `posted`: see `Planned`."""
+        moves = None if self.moves is None else self.moves.to(device)
+        return self.kinds.planned(device, self.plan.fingerprint, posted, moves)
+
 
 class AheadPlan(NamedTuple):
     """A micro-batch that was planned ahead.
 
     Attributes:
         number: its number among these, counted from 1.
-        planned: its plan.
-        made: the plan once it is made: looking here takes no lock.
+        planned: its plan, which a thread makes.
+        made: holds the plan once it is made, and is read without the lock of `planned`.
         shares: whether documents of this rank could share prefixes.
         returning: what its pass was expected to return.
     """
@@ -80,7 +86,8 @@ class AheadPlan(NamedTuple):
     @property
     def may_share(self) -> bool:
         """Whether documents of this rank may share prefixes in the plan, as far as it is known without waiting."""
-        return self.shares and not (self.made and self.made[0].plan.layout.shared is None)
+        known = self.known
+        return self.shares and not (known is not None and known.plan.layout.shared is None)
 
     @property
     def known(self) -> HostPlan | None:

@@ -61,7 +61,8 @@ SCOPE_OF = {
     Occasion.BEGIN: Scope.GROUP,
 }
 
-NAME_OF = {occasion: occasion.name.lower() for occasion in Occasion}  # in messages; asking each time takes longer
+# For messages of every agreement: asking an enum takes longer.
+NAME_OF = {occasion: occasion.name.lower() for occasion in Occasion}
 
 # Bytes of text in one integer: gathers carry signed integers of 64 bits and nothing else.
 BYTES_PER_INTEGER = 4
@@ -337,8 +338,8 @@ class Announced:
         self.tell(error)
 
     def tell(self, error: BaseException | None) -> None:
-        """Tells the other ranks of an error; does nothing without one. An `except` clause that calls it costs a block
-        that does not fail nothing."""
+        """Tells the other ranks of an error; does nothing without one. In an `except` clause it takes no time unless
+        the block fails, unlike a context."""
         # A step that is over time is that of a thread, from a rank that would not hear more.
         if not isinstance(error, Exception) or isinstance(error, StepTimeoutError):
             return

@@ -41,6 +41,10 @@ ATTENTION = "keys and values of attention"
 NO_STATE: Mapping[str, Mapping[str, object]] = {}
 
 
+# Facts of a pass that must be the same on all ranks; or what returns them, to be called when the device is busy.
+PassFacts = Mapping[str, object] | Callable[[], Mapping[str, object]]
+
+
 class AlsoShown(Protocol):
     """Further integers that ranks show each other with the facts of a pass, while their devices are busy."""
 
@@ -69,9 +73,7 @@ class ForwardPass:
         self,
         transport: Transport,
         micro_batch: int,
-        # Facts that must be the same on all ranks, or what returns them when the device is busy; None if the model is
-        # not enabled: then ranks agree on nothing.
-        facts: Mapping[str, object] | Callable[[], Mapping[str, object]] | None = None,
+        facts: PassFacts | None = None,  # None if the model is not enabled: then ranks agree on nothing
         num_calls: int | None = None,  # number of attention calls of the pass, if known
         before: PassCalls | None = None,  # calls of the model's previous pass; None if there was none
         trace: PassTrace = UNTRACED,  # notes what the calls spend time on, if the step is reported

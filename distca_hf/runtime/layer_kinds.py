@@ -100,7 +100,13 @@ class PinnedKinds:
         """`[segments]` tokens of each segment's whole document."""
         return self.layout.document_tokens[self.layout.segment_document[self.layout.segments_of(self.rank)]]
 
-    def planned(self, device: torch.device, fingerprint: int, posted: Posted | None = None) -> Planned:
+    def planned(
+        self,
+        device: torch.device,
+        fingerprint: int,
+        posted: Posted | None = None,
+        moves: DeviceRowMoves | None = None,
+    ) -> Planned:
         """Returns the planned micro-batch, on the device; the host does not wait."""
         copied = dict[Mask, DeviceRankPlan]()
 
@@ -116,7 +122,7 @@ class PinnedKinds:
 
         pinned = self.fragments
         fragments = None if pinned is None else cache(lambda: pinned.to(device))
-        return Planned(routings, route_window, self.facts, fingerprint, posted, fragments=fragments)
+        return Planned(routings, route_window, self.facts, fingerprint, posted, moves, fragments=fragments)
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import LayerLookup
-from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass
+from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass, PassFacts
 from distca_hf.runtime.layer_kinds import LayerKinds, Planned, PlannedLater
 from distca_hf.runtime.pass_calls import PassCalls
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
@@ -178,7 +178,7 @@ class LivePlan:
     def begin_forward_pass(
         self,
         num_calls: int | None,
-        facts: Mapping[str, object] | Callable[[], Mapping[str, object]],
+        facts: PassFacts,
         layers: PassLayers = ONE_LAYER,
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
@@ -207,7 +207,7 @@ class LivePlan:
 
     @cached_property
     def forward_pass(self) -> ForwardPass:
-        """The latest pass of a model with this plan."""
+        """The latest pass of a model with this plan; before the first one, a pass that has not begun."""
         return ForwardPass(self.transport, self.micro_batch)
 
     @property

@@ -37,7 +37,7 @@ class PinnedRowMoves:
     moves: RowMoves
     # All indices, one after the other; in memory from which a GPU copies while the host continues.
     indices: torch.Tensor
-    lengths: list[int]  # of each index
+    lengths: list[int]  # number of rows in each index
     images: "PinnedRowMoves | None"  # moves of the rows of images only; None if it is not known which these are
 
     @classmethod

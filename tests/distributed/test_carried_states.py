@@ -96,7 +96,7 @@ def test_step_on_cut_documents_is_that_of_every_document_alone(model_type: str) 
     back = [place.replace("forward", "backward") for place in reversed(plain.forward)]
     assert plain.backward == back
     in_all_ways = model_type in KINDS or is_thorough()
-    for checkpointing in CHECKPOINTING[1:] if in_all_ways else ():  # others are below
+    for checkpointing in CHECKPOINTING[1:] if in_all_ways else ():  # the next test checkpoints other families
         made = step(model_type, THREE, checkpointing)
         assert made.difference(expected) <= LARGEST_DIFFERENCE, checkpointing
         assert made.forward == plain.forward
@@ -250,6 +250,7 @@ def build_partly_trained(model_type: str, trained: str, implementation: str) -> 
         for one, model_type in enumerate(KINDS[:3])
         for other, trained in enumerate([*TRAINED, "LoRA"])
         for number, checkpointing in enumerate(CHECKPOINTING[:3])
+        # Otherwise half of all pairs, each with one way to checkpoint.
         if is_thorough() or (number == (one + other) % 3 and (one + other) % 2 == 0)
     ],
 )

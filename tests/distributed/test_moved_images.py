@@ -41,8 +41,8 @@ PAGE, CLIP = Image(5, 8, 12), Image(6, 4, 8, frames=6)
 # Has more tokens than a rank's share.
 FILM = Image(7, 8, 12, frames=12)
 CASES = ("one rank", "some ranks", "all ranks")
-# Kinds that have the first two cases; others have one of them.
-CASES_OF_BOTH = KINDS if is_thorough() else ("qwen3_vl",)
+# Kinds that are trained in the first two cases; others are in one of them.
+IN_BOTH_CASES = KINDS if is_thorough() else ("qwen3_vl",)
 
 
 def rows_of(kind: str, case: str, num_ranks: int) -> list[list[Row]]:
@@ -182,7 +182,7 @@ def check(kind: str, way: str, cases: Sequence[str], num_ranks: int, folder: Pat
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in KINDS])
 def test_gradients_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
-    cases = CASES[:2] if kind in CASES_OF_BOTH else [CASES[KINDS.index(kind) % 2]]
+    cases = CASES[:2] if kind in IN_BOTH_CASES else [CASES[KINDS.index(kind) % 2]]
     for before, after in check(kind, "plain", cases, 2, tmp_path).values():
         assert before > 1.4 > 1.3 > after
 

@@ -66,7 +66,7 @@ def worst(ours: Gradients, expected: Gradients) -> float:
 
 
 def difference(ours: Gradients, kind: str, batches: Sequence[Batch], frozen: bool = False) -> float:
-    """Returns the largest difference of sums, which are equal on all ranks, on the first one; 0 on others."""
+    """Returns the largest difference of summed gradients on rank 0; 0 on other ranks, whose sums are the same."""
     return 0.0 if dist.get_rank() else worst(ours, alone(kind, batches, frozen))
 
 

@@ -278,10 +278,10 @@ def _train_sharded(kind: str, name: str) -> tuple[Gradients, int]:
     return gradients, shared
 
 
-@pytest.mark.parametrize("kind", [pytest.param("qwen3_vl", marks=classes_of_today)])
-def test_towers_that_are_sharded_have_gradients_on_ranks_that_hold_no_image(kind: str, tmp_path: Path) -> None:
+@classes_of_today
+def test_towers_that_are_sharded_have_gradients_on_ranks_that_hold_no_image(tmp_path: Path) -> None:
     """The other rank holds the rows of all images."""
-    name = "a group on two ranks"
+    kind, name = "qwen3_vl", "a group on two ranks"
     for ours, shared in run_ranks(2, _train_sharded, tmp_path, kind, name):
         assert shared == CASES[name].shared
         expected = alone(kind, [row for rows in CASES[name].rows for row in rows])

@@ -317,12 +317,12 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, int, int, 
     return results
 
 
-# Compiling costs seconds of every rank.
-OF_ONE = ["compiled"]
+# Compiling takes seconds of every rank.
+ON_ONE_RANK = ["compiled"]
 
 
 @pytest.mark.parametrize(
-    "name", ["a tree", "packs", "experts with their loss", "reentrant", "prompts too short", *OF_ONE]
+    "name", ["a tree", "packs", "experts with their loss", "reentrant", "prompts too short", *ON_ONE_RANK]
 )
 def test_one_rank_computes_shared_prefixes_once(name: str) -> None:
     check_one_rank(name)
@@ -374,14 +374,8 @@ def test_one_rank_moves_no_rows_for_less_than_a_tenth_of_its_tokens() -> None:
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
     names = [name for name, case in CASES.items() if case.kind not in FAMILIES]
     trees = [name for name in names if "tree" in name]
-    if is_thorough():
-        check(world, names, tmp_path)
-    else:
-        check(
-            world,
-            {2: [name for name in names if name not in OF_ONE], 3: [*trees, "packs", "sharded"], 4: trees}[world],
-            tmp_path,
-        )
+    some = {2: [name for name in names if name not in ON_ONE_RANK], 3: [*trees, "packs", "sharded"], 4: trees}
+    check(world, names if is_thorough() else some[world], tmp_path)
 
 
 def test_one_of_three_ranks_has_no_fragments_if_it_is_meant_to() -> None:
@@ -401,8 +395,8 @@ def test_one_of_three_ranks_has_no_fragments_if_it_is_meant_to() -> None:
 @states_travel
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_go_to_all_documents_that_continue_a_prefix(family: str, tmp_path: Path) -> None:
-    in_one_process = [] if is_thorough() else [f"{family}, a tree"]
-    check(3 if family in KINDS else 2, [name for name in cases_of(family) if name not in in_one_process], tmp_path)
+    on_one_rank = [] if is_thorough() else [f"{family}, a tree"]
+    check(3 if family in KINDS else 2, [name for name in cases_of(family) if name not in on_one_rank], tmp_path)
 
 
 def check(world: int, names: Sequence[str], folder: Path) -> None:

@@ -248,12 +248,12 @@ DIFFERS: dict[str, dict[str, Any]] = {
 
 
 def _all_differ() -> list[str]:
-    """Errors of loaders of which one setting each differs on rank 1."""
+    """The error of a loader for each setting that differs on rank 1."""
     errors = []
     for of_rank_1 in DIFFERS.values():
         try:
             _differs(**of_rank_1)
-            errors.append("nothing was told")
+            errors.append("no error")
         except PlanMismatchError as error:
             errors.append(str(error))
     return errors

@@ -25,7 +25,6 @@ from support.resuming import (
     train,
 )
 from support.texts import save_word_model
-from support.thorough import is_thorough
 from support.training import quiet_arguments
 
 
@@ -77,7 +76,7 @@ def test_every_document_is_trained_once_per_pass(tmp_path: Path) -> None:
 
 
 @resumes_on_cpu_ranks
-@pytest.mark.parametrize(("accumulation", "own_rows"), [(1, False), (3, True)] if is_thorough() else [(3, True)])
+@pytest.mark.parametrize(("accumulation", "own_rows"), [(1, False), (3, True)])
 def test_losses_and_weights_are_bit_equal_after_two_stops(accumulation: int, own_rows: bool, tmp_path: Path) -> None:
     steps = 16 // accumulation
     whole = run_ranks(2, _train, tmp_path / "0", tmp_path / "whole", steps, accumulation, False, None, True, own_rows)

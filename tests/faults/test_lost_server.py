@@ -23,12 +23,12 @@ STEPS, LOST_AT = 4, 2
 
 
 def _train(
-    folder: Path, harmed: bool, phase: str, trainers_attend: bool = True, beside: bool = False
+    folder: Path, harmed: bool, phase: str, trainers_attend: bool = True, opens_another: bool = False
 ) -> tuple[list[float], int]:
     """Losses of a loop of its own under FSDP2, and how often a step ran again.
 
     Args:
-        beside: another plugin has opened a membership, too, after this one.
+        opens_another: another plugin opens a membership, too, after this one.
     """
     traces = {"report_every_steps": int(harmed), "report_folder": str(folder / "traces")}
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, trainers_attend=trainers_attend, **traces)
@@ -42,7 +42,7 @@ def _train(
     transport = found if isinstance(found, ServedTransport) else None
     assert (transport is not None) == harmed
     other = distca_hf.DistCAPlugin(tokens_per_rank=96)
-    if beside:
+    if opens_another:
         other.training_transport(torch.device("cpu"))
     if harmed and torch.distributed.get_rank() == 0:
         ServerHarm(folder, LOST_AT * 2 + 1, phase).watch(model.model.layers[1])
@@ -83,7 +83,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("servers", "how", "phase", "beside"),
+    ("servers", "how", "phase", "opens_another"),
     [
         (2, signal.SIGKILL, "forward", True),
         (1, signal.SIGSTOP, "backward", False),
@@ -91,7 +91,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     ],
 )
 def test_training_goes_on_without_a_lost_server(
-    servers: int, how: signal.Signals, phase: str, beside: bool, tmp_path: Path, undisturbed: list[list[float]]
+    servers: int, how: signal.Signals, phase: str, opens_another: bool, tmp_path: Path, undisturbed: list[list[float]]
 ) -> None:
     outcomes = start_ranks(
         2,
@@ -101,7 +101,7 @@ def test_training_goes_on_without_a_lost_server(
         True,
         phase,
         True,
-        beside,
+        opens_another,
         servers=servers,
         meanwhile=harm_server(tmp_path, 2, how),
         endless=frozenset({2}),

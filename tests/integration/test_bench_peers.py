@@ -157,8 +157,9 @@ def test_magi_attention_attends_exactly(tmp_path: Path) -> None:
     assert min(facts["planning_seconds"].values()) > 0
 
 
+@pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize("text", ["512", "512:", "x:1", "512:1:1", ""])
-def test_settings_of_magi_attention_are_two_numbers(peers: ModuleType, text: str) -> None:
+def test_settings_of_magi_attention_are_two_numbers(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="is not"):
         importlib.import_module("lib.parser").magi_settings(text)
 

@@ -16,6 +16,7 @@ from support.compiling import graph_breaks, graphs_made
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
+from support.thorough import is_thorough
 from support.versions import states_travel
 
 
@@ -36,8 +37,8 @@ def packs(rank: int) -> Iterator[dict[str, Any]]:
 
 
 def train(kind: str, placed: bool, compiled: bool) -> tuple[Numbers, list[str], int]:
-    """Numbers of this rank, why graphs broke, and how many there are. Rank 0 compiles, which takes seconds of every
-    rank that does; plain layers of the other one meet the same exchanges."""
+    """Numbers of this rank, why graphs broke, and how many there are. Only rank 0 compiles, which takes seconds: plain
+    layers of the other rank make the same exchanges."""
     plugin = distca_hf.DistCAPlugin(**({"tokens_per_rank": 96} if placed else {}))
     model = tiny_model(kind, num_hidden_layers=LAYERS[kind]).train()
     distca_hf.enable(model, plugin, longest_document_tokens=200)
@@ -46,7 +47,7 @@ def train(kind: str, placed: bool, compiled: bool) -> tuple[Numbers, list[str], 
         lambda module, args, given, out: plans.append(given["distca_plan"]), with_kwargs=True
     )
     if compiled and dist.get_rank() == 0:
-        model.compile(backend="eager")
+        model.compile(backend="aot_eager" if is_thorough() else "eager")
     wrapped = nn.parallel.DistributedDataParallel(model)
     rows = random_dataset(lengths=(150, 30))
     numbers = []

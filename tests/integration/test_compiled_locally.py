@@ -1,6 +1,7 @@
 """Models that attend locally and are compiled as a whole: no graph breaks, one graph for all lengths, same numbers.
 
-Kernels of graphs take a C++ compiler many seconds: some are made for placed batches, in `test_compiled_packs.py`.
+Nothing here is compiled to kernels, which takes a C++ compiler many seconds: `test_compiled_packs.py` does, for placed
+batches.
 """
 
 import functools
@@ -63,7 +64,7 @@ def _numbers(model: nn.Module, run: Any, kind: str, train: bool) -> list[torch.T
 )
 def test_whole_models_are_one_graph(kind: str, train: bool) -> None:
     """None of its shapes depends on documents: else torch cannot record it as CUDA graphs, or records one more for
-    every length. Graphs are lowered where single layers are compiled."""
+    every length. Graphs run as they are; `test_layers_break_no_graph` lowers them."""
     forget_graphs()
     # A second layer takes seconds: it has one where documents must be found.
     model = tiny_model(num_hidden_layers=2 if kind in ("padded", "packed") else 1)

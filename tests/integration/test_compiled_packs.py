@@ -133,7 +133,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int],
 @pytest.mark.parametrize(
     ("placed", "compile_layers", "layers", "compiling", "kv_residency", "attention"),
     [
-        pytest.param(False, _aot, 2, 1, "auto", "", id="packs"),
+        pytest.param(False, _aot, 2, 1, "auto", "save", id="packs, checkpointed"),
         pytest.param(False, _whole, 1, 1, "keep", "", id="packs, whole model"),
         pytest.param(True, _eager, 2, 2, "refetch", "", id="placed"),
         pytest.param(True, _aot, 2, 2, "keep", "recompute", id="placed, recomputed"),

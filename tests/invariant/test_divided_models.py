@@ -178,6 +178,7 @@ RUNS = [
     Run("qwen3_moe", EP_OF_SHARDS, {"fsdp4", "efsdp2 ep2"}, "trainer"),
     Run("qwen3_moe", ALL, {"fsdp2", "fsdp2 tp2", "ep4"}, "trainer"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "trainer", "packs"),
+    Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "plain"),
     Run("qwen3_5", {"tp_size": 2, "fsdp_size": 2}, {"fsdp2", "fsdp2 tp2"}, "trainer"),
 ]
 

@@ -24,7 +24,7 @@ from support.versions import skip_before
 RUNS = [
     Run("llama", 1, "none", "trainer", 1),
     Run("qwen3", 1, "none", "plain", 3, "keep"),
-    Run("llama", 2, "ddp", "plain", 3),
+    Run("llama", 4, "ddp", "plain", 3),
     Run("qwen3", 2, "ddp", "trainer", 1, "refetch", checkpointing="reentrant"),
     Run("llama", 2, "fsdp2", "plain", 1, "keep", steps=MANY_STEPS),
     Run("qwen3", 2, "fsdp2", "trainer", 1, checkpointing="selective"),

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes, find_profile
-from distca_hf.analysis.profiles.curves import Cluster, Notes, WireBytes
+from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Load, ours
 from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.cost import Mask
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place

@@ -29,7 +29,7 @@ def random_dataset(count: int = 60, seed: int = 0, lengths: tuple[int, ...] = LE
 
 @cache
 def _dataset_of(count: int, seed: int, lengths: tuple[int, ...]) -> Dataset:
-    """Makes each dataset once: Datasets hashes for as long as a small training takes."""
+    """Makes each dataset once: Datasets hashes its rows, which takes as long as a small training."""
     return Dataset.from_dict({"input_ids": random_documents(count, seed, lengths)})
 
 

@@ -28,7 +28,7 @@ from support.wide_models import wide_model
 
 
 KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
-# Models that are only checked: their classes are read once for all ranks.
+# Models that are enabled and not trained: their sources are read once for all ranks.
 CHECKED: list[Callable[[], nn.Module]] = [
     *(partial(tiny_model, kind, num_hidden_layers=2) for kind in ("llama4", "minimax")),
     partial(multimodal_model, "qwen2_5_vl"),
@@ -46,7 +46,7 @@ def make_step(kind: str) -> None:
 
 
 def check(make: Callable[[], nn.Module]) -> None:
-    """Enables a model that is not trained."""
+    """Enables a model, which checks it."""
     plugin = distca_hf.DistCAPlugin()
     distca_hf.enable(make(), plugin)
     plugin.close()

@@ -1,4 +1,4 @@
-"""Lines of `distca` commands as documentation has them, in the process of the tests."""
+"""Runs lines of `distca` commands, as documentation has them, in the process of the tests."""
 
 import shlex
 
@@ -8,7 +8,7 @@ from distca_hf.cli import app
 
 
 def run_line(line: str) -> str:
-    """What a shell's line of `distca` commands prints, each run in this process on what the one before printed."""
+    """What a line of `distca` commands prints, of which each reads what the one before printed."""
     printed = ""
     for command in line.split("|"):
         name, *words = shlex.split(command)

@@ -38,7 +38,7 @@ def example_of(*command: str) -> str:
     return example.strip()
 
 
-run_once = cache(run_line)  # some commands show the same example
+run_once = cache(run_line)  # several commands have the same example
 
 
 def test_what_several_commands_ask_for_has_one_name_in_all() -> None:

@@ -256,8 +256,8 @@ def test_a_script_runs_without_a_recipe(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attaches", [True, False])
 def test_a_module_runs_as_if_python_ran_it(attaches: bool, write: Write, tmp_path: Path) -> None:
-    """Its package, its path and its arguments are those of `python -m`; the flag, also if it is given twice, is not
-    among them."""
+    """Its package, its path and its arguments are as with `python -m`. The flag is not among them, even if it is given
+    twice."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -18,7 +18,7 @@ LIST_HEAVY = f"import sys; print([name for name in {HEAVY} if name in sys.module
 
 
 def test_launcher_packing_and_planning_import_neither_torch_nor_transformers() -> None:
-    """And a setting is refused without Transformers."""
+    """Nor does a plugin that refuses a setting import Transformers."""
     statements = (
         "import distca_hf",
         "from distca_hf import ConfigError, __version__",

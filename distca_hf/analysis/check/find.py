@@ -166,7 +166,7 @@ def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool
 def _of_preset(name: str) -> Candidate:
     model_type, (heads, kv_heads, head_dim), (layers, hidden_size, mlp_size, vocabulary), more = CONFIGS[name]
     experts, experts_per_token = more.get("experts", (0, 0))
-    number_of_experts = "num_local_experts" if model_type == "mixtral" else "num_experts"
+    experts_field = "num_local_experts" if model_type == "mixtral" else "num_experts"
     of_experts = {"num_experts_per_tok": experts_per_token, "moe_intermediate_size": mlp_size}
     config = AutoConfig.for_model(
         model_type,
@@ -180,7 +180,7 @@ def _of_preset(name: str) -> Candidate:
         tie_word_embeddings="tied" in more,
         max_position_embeddings=131_072,
         **({"sliding_window": None} if model_type in ("mistral", "mixtral") else {}),
-        **({number_of_experts: experts, **of_experts} if experts else {}),
+        **({experts_field: experts, **of_experts} if experts else {}),
     )
     return _of_config(config, name)
 

@@ -22,12 +22,13 @@ from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
-from distca_hf.analysis.decoder_size import Checkpointing, DecoderSize, Sharding, TrainingSetup, state_size_of
-from distca_hf.analysis.fit import MOST_TOKENS, Job, RankLoad, advice, largest_tokens, load_of
+from distca_hf.analysis.decoder_size import DecoderSize, state_size_of
+from distca_hf.analysis.fit import MOST_TOKENS, Job, RankLoad, advice, job_load, largest_tokens
 from distca_hf.analysis.memory import USABLE_SHARE, Memory
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.tables import counted
+from distca_hf.analysis.training_setup import Checkpointing, Sharding, TrainingSetup
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
@@ -40,8 +41,8 @@ WORKS, REFUSED = 0, 1
 
 @dataclass(frozen=True)
 class CheckAnswer:
-    """The answer. `size`: numbers of weights; None if they could not be counted. `load`: what a rank holds; None if
-    that, or the memory of the GPU, is not known."""
+    """The answer of `distca check`. `size`: numbers of weights; None if they could not be counted. `load`: what a rank
+    holds; None if that, or the memory of the GPU, is not known."""
 
     candidate: Candidate
     job: Job
@@ -146,8 +147,8 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
         except ConfigError as error:
             verdict.reasons.append(str(error))
     load = None
-    if size is not None and job.gpu.gib is not None:  # on a GPU
-        load = load_of(job, size, verdict.whole_documents, states)
+    if size is not None and job.gpu.gib is not None:  # CPUs have no known memory
+        load = job_load(job, size, verdict.whole_documents, states)
     return CheckAnswer(candidate, job, verdict, size, load)
 
 

@@ -80,11 +80,11 @@ class Step:
         return abs(self.loss - other.loss) / abs(other.loss)
 
     def difference(self, other: "Step") -> float:
-        return largest([self.loss_difference(other), relative(self.gradients, other.gradients)])
+        return largest([self.loss_difference(other), relative_difference(self.gradients, other.gradients)])
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the norm of the difference over the norm of what is expected."""
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the norm of the difference over the norm of the expected tensor."""
     return float((found - expected).norm() / expected.norm())
 
 
@@ -255,11 +255,11 @@ def _step_by_itself(tiny: TinyModel, seed: int = 0) -> Step:
 def _differences(placed: Step, by_itself: Step, tiny: TinyModel) -> Numerics:
     logits = None
     if placed.logits is not None and by_itself.logits is not None and placed.logits.shape == by_itself.logits.shape:
-        logits = relative(placed.logits, by_itself.logits)
+        logits = relative_difference(placed.logits, by_itself.logits)
     return Numerics(
         logits=logits,
         loss=placed.loss_difference(by_itself),
-        gradients=relative(placed.gradients, by_itself.gradients),
+        gradients=relative_difference(placed.gradients, by_itself.gradients),
         num_ranks=NUM_RANKS,
         documents=len(DOCUMENT_TOKENS),
         tokens=sum(DOCUMENT_TOKENS),

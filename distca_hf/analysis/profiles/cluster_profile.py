@@ -90,7 +90,7 @@ def check_positive(name: str, values: Sequence[float]) -> None:
 @dataclass(frozen=True)
 class Made:
     """Origin of a profile. `date`: day and time, UTC. `device`: name of the GPU, as torch calls it. `kernel`: class of
-    the attention kernel. `versions`: of packages, CUDA and NCCL. `remarks`: anything else that a reader has to
+    the attention kernel. `versions`: of packages, CUDA and NCCL. `remarks`: anything else that a reader must
     know."""
 
     date: str
@@ -114,7 +114,7 @@ class AttentionTimes:
         heads, kv_heads, head_dim: heads of the call.
         window_tokens: sliding window of the squares; 0 for full attention.
         square_tokens: `[squares]` queries, which are as many as keys.
-        square_forward, square_backward: `[squares]` seconds.
+        square_forward, square_backward: `[squares]` seconds. These and other times are empty until they are measured.
         prefix_queries, prefix_keys: sizes of prefixes; none with a window.
         prefix_forward, prefix_backward: `[queries, keys]` seconds, a merge or a sum included.
     """
@@ -139,7 +139,8 @@ class LayerTimes:
     Attributes:
         liger: whether norms, rotary embeddings and the MLP are Liger's kernels.
         tokens: `[sizes]` tokens of a call.
-        forward, kept: `[sizes]` seconds of a pass that keeps nothing, and of one that keeps what backward needs.
+        forward, kept: `[sizes]` seconds of a pass that keeps nothing, and of one that keeps what backward needs; empty
+            until they are measured.
         backward: `[sizes]` seconds of backward only.
     """
 

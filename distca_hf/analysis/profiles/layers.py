@@ -188,7 +188,7 @@ class LayerBench:
     dtype: torch.dtype
 
     def layer(self, sizes: LayerTimes) -> LayerTimes:
-        """Returns a layer with its times."""
+        """Returns the layer of these sizes with its times."""
         rows = [self._layer_seconds(sizes, int(tokens)) for tokens in sizes.tokens]
         forward, kept, backward = (tuple(column) for column in zip(*rows, strict=True))
         return replace(sizes, forward=forward, kept=kept, backward=backward)

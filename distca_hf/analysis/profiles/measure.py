@@ -32,9 +32,9 @@ from distca_hf.version import __version__, installed_versions
 
 
 MIB = 1 << 20
-# Layers of models of 4, 8 and 70 billion weights; others are estimated from the nearest. For each hidden size, size of
-# the MLP, heads, KV heads, and the dimension of a head.
+# Hidden size, size of the MLP, heads, KV heads, and dimension of a head.
 LayerSizes = tuple[int, int, int, int, int]
+# Layers of models of 8, 4 and 70 billion weights; others are estimated from the nearest.
 GPU_LAYERS: tuple[LayerSizes, ...] = (
     (4096, 14_336, 32, 8, 128),
     (2560, 9728, 32, 8, 128),
@@ -58,7 +58,7 @@ def tasks_of(table: AttentionTimes) -> list[TaskSize]:
 
 
 def filled(table: AttentionTimes, seconds: Mapping[TaskSize, tuple[float, float]]) -> AttentionTimes:
-    """Returns a table with seconds of forward and backward of all of its tasks."""
+    """Returns a table with the times of its tasks. `seconds`: of forward and of backward, for each task."""
     num_squares, num_keys, tasks = len(table.square_tokens), len(table.prefix_keys), tasks_of(table)
     forward, backward = (tuple(seconds[task][of_pass] for task in tasks) for of_pass in (0, 1))
     rows = [slice(first, first + num_keys) for first in range(num_squares, len(tasks), max(1, num_keys))]
@@ -76,9 +76,9 @@ class Grid:
     """Sizes to measure.
 
     Attributes:
-        tables: of all heads, of one KV head and its query heads, and of sliding windows; without times.
+        tables: for all heads, for one KV head and its query heads, and for sliding windows; not filled yet.
         call_tokens: queries and keys of a call of short tasks.
-        layers: without times.
+        layers: sizes of layers and tokens of their calls; not timed yet.
         rates: rows of a square matrix; hidden size, tokens and vocabulary of the head.
         task_meanwhile, products_meanwhile: a task, and a number of products, that run while links are measured.
     """

@@ -29,15 +29,15 @@ ROW_BYTES = 1024
 ALIGNED_NUMBERS = 64
 
 
-# Starts sending, and returns a call that waits until it is done.
+# Starts an exchange or a collective, and returns a function that waits for its end.
 Start = Callable[[], Callable[[], object]]
 
 
 def exchanges_of(
     transport: Transport, device: torch.device, num_bytes: int, to: Sequence[int], by: Sequence[int]
 ) -> Start:
-    """Prepares exchanges of this many bytes through the product's transport, which are made repeatedly. `to`, `by`:
-    ranks that this one sends to, and receives from, the same to and from each."""
+    """Prepares exchanges of this many bytes through the product's transport, to be made any number of times. `to`,
+    `by`: ranks that this one sends to, and receives from; equally many bytes to and from each."""
     sends, receives = (_rows_of(num_bytes, peers, transport.world_size) for peers in (to, by))
     rows, into = (
         torch.zeros(sum(counts), ROW_BYTES // 2, device=device, dtype=torch.bfloat16) for counts in (sends, receives)
@@ -254,7 +254,8 @@ class MeasuringRanks:
     def _collective(
         self, num_bytes: int, between_nodes: bool
     ) -> tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup | None]:
-        """Returns a rank's part and the parts of all ranks, and the group of these."""
+        """Returns a rank's part, room for the parts of all ranks, and their group, for collectives in which a rank
+        receives or sends this many bytes."""
         is_whole = between_nodes or not self.has_several_nodes
         group, ranks = (None, self.num_ranks) if is_whole else (self.node_group, self.ranks_per_node)
         part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from distca_hf.arrays import ceil_div
 # Kind and version of the JSON that `distca report --json` prints.
 KIND, VERSION = "distca-report", 1
 
-# Lower limit of a pass, to divide by it.
+# Lower limit of the time of a pass, to divide by it.
 SHORTEST_SECONDS = 1e-9
 # A number of each rank; None if it is not known.
 OfRanks = Sequence[float | None]
@@ -25,7 +25,7 @@ class Seconds:
     attention servers after the ranks that hold tokens.
 
     Attributes:
-        rates, source: the profile or GPU by which they are predicted, and the same as text; empty if nothing is.
+        rates, source: the profile or GPU by which they are predicted, and its description; empty if nothing is.
         predicted_rest: of everything except attention and the optimizer.
         attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
             sending and merging; and everything else of the pass, including waiting in the framework's collectives.
@@ -47,7 +47,7 @@ class Seconds:
 
     @property
     def passed(self) -> np.ndarray:
-        """`[ranks]` measured seconds of the pass, to divide by; NaN if they are not known."""
+        """`[ranks]` measured seconds of the pass, never 0; NaN if they are not known."""
         parts = (self.attention, self.waiting, self.exchange, self.rest)
         return np.maximum(np.sum([numbers_of(part) for part in parts], axis=0), SHORTEST_SECONDS)
 
@@ -65,8 +65,8 @@ def numbers_of(of_ranks: OfRanks) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CallOfRanks:
-    """One attention call, of several ranks side by side: of each its number, and uses of time with microseconds.
-    `window_tokens`: 0 without a sliding window."""
+    """One attention call, of several ranks side by side. `ranks`: number of each rank, and its uses of time with their
+    microseconds. `window_tokens`: 0 without a sliding window."""
 
     part: str
     layer: int
@@ -76,7 +76,7 @@ class CallOfRanks:
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """Memory of a rank, or of a way to train: name and bytes of each part, and available bytes; 0 if they are
+    """Memory of a rank, or of a way to train. `parts`: name and bytes of each. `limit_bytes`: available bytes; 0 if
     unknown."""
 
     label: str
@@ -104,8 +104,8 @@ class StepFigures:
     Attributes:
         before, after: text for the order of documents in `work_before`, and in `work`.
         work_before, work: `[ranks]` attended pairs in one layer. Attention servers are the last of `work`.
-        tokens, tokens_before: `[ranks]` tokens that each rank holds, and that its batch has; the latter may be
-            empty.
+        tokens, tokens_before: `[ranks]` tokens that each rank holds, and tokens of its batch; the latter are empty if
+            unknown.
         step_work_before, step_work: `[ranks]` operations of a step, of ranks that hold tokens; empty if unknown.
         num_ranks: ranks that hold tokens.
         servers: numbers of the attention servers after them.

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from distca_hf.analysis.decoder_size import HALF_BYTES
-from distca_hf.analysis.profiles.curves import Cluster, FloatArray, WireBytes
+from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import Costs, Passes, Tiles
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
@@ -31,9 +32,9 @@ from distca_hf.planning.transfers import keys_between, queries_between
 
 @dataclass(frozen=True)
 class Attention:
-    """`[ranks]` seconds of one layer's attention, with exchanges that kernels wait for. `recomputed`: when forward
-    runs again in backward. `sent`, `sent_backward`: in which the wires are busy. `waits`, `waits_backward`: of
-    exchanges that kernels wait for, and that other traffic on the wires delays; may be the same for all ranks."""
+    """`[ranks]` seconds of one layer's attention, with exchanges that kernels wait for. `recomputed`: of forward when
+    it runs again in backward. `sent`, `sent_backward`: for which the wires are busy. `waits`, `waits_backward`: of
+    exchanges that kernels wait for, and that other traffic on the wires delays; may be one number for all ranks."""
 
     forward: FloatArray
     recomputed: FloatArray
@@ -176,7 +177,7 @@ class Hidden:
 
 def waited_for(kernels: Passes, layers: int, exchanges: FloatArray, sent: FloatArray) -> Attention:
     """Returns attention whose kernels wait for exchanges, which recomputation makes again. `exchanges`: `[ranks]`
-    seconds of each pass, with copies. `sent`: in which the wires are busy."""
+    seconds of exchanges and of copies for them, in each pass. `sent`: seconds for which the wires are busy."""
     forward, backward = kernels.forward + exchanges, kernels.backward + exchanges
     return Attention(forward, forward, backward, sent, sent, layers, sent, sent)
 
@@ -211,9 +212,9 @@ def ours(
     keeps: bool = True,
     gather_seconds: float | None = None,
 ) -> Load:
-    """Returns the load of a plan. `planning_seconds`: at the first attention call. `keeps`: whether other ranks'
-    rows are kept until backward. `gather_seconds`: in which FSDP gathers the next layer's weights meanwhile; by
-    default over all ranks."""
+    """Returns the load of a plan. `planning_seconds`: time of planning at the first attention call; 0 if a thread
+    plans ahead. `keeps`: whether rows of other ranks are kept until backward. `gather_seconds`: time in which FSDP
+    gathers the next layer's weights meanwhile; by default over all ranks."""
     layout, wires = plan.layout, RowBytes.of(costs, cluster, plan)
     before = costs.share_before_attention * float(costs.layer(layout.rank_tokens).forward.max())
     if gather_seconds is None:
@@ -252,9 +253,9 @@ def ours(
 def rows_placed(
     costs: Costs, cluster: Cluster, home: Layout, load: Load, placed: Layout, loss_is_placed: bool
 ) -> Load:
-    """Adds the exchanges at the borders of the decoder, during which nothing is computed, to the load of given batches
-    whose rows are placed inside it. `loss_is_placed`: whether head and loss run on placed rows; otherwise hidden
-    states and their gradients return."""
+    """Adds the exchanges at the borders of the decoder to the load of given batches whose rows are placed inside it.
+    Nothing is computed during these exchanges. `loss_is_placed`: whether head and loss run on placed rows; otherwise
+    hidden states and their gradients return."""
     load = replace(load, head_tokens=None if loss_is_placed else home.rank_tokens)
     if placed is home:
         return load
@@ -296,8 +297,9 @@ def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArra
 
 @dataclass(frozen=True)
 class RowBytes:
-    """`[source, destination]` bytes that ranks send each other in one layer: keys with values; and queries that move
-    and their outputs, both `[owner rank, server]`."""
+    """Bytes that ranks send each other in one layer, `[source, destination]`. `keys`: with values; as many as of their
+    gradients. `queries`, `outputs`: of queries that move, both `[owner rank, server]`, although outputs travel the
+    other way."""
 
     cluster: Cluster
     keys: FloatArray

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import Sharding
 from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
@@ -15,6 +14,7 @@ from distca_hf.analysis.simulate.load import Step, Way
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.simulation import Simulated, Simulation, Track, WayStep, run_steps
 from distca_hf.analysis.simulate.step import StageMemory
+from distca_hf.analysis.training_setup import Sharding
 from distca_hf.arrays import IntArray
 from distca_hf.flops import peak_flops
 
@@ -38,7 +38,7 @@ class WayFigures:
         key, label, is_ours, in_stages: see `Way`.
         utilisation: useful operations over the peak of all GPUs, without left-out attention; None if that is
             unknown.
-        memory_bytes, fits: the most memory that a GPU needs, and whether it has that much.
+        memory_bytes, fits: estimate of the most memory that a GPU needs, and whether it has that much.
         times_as_fast: speed over plain packing, or over plain data parallelism for given batches.
         whole: whether queries attend to all their keys; otherwise documents are cut, and attention is left out.
         attention_share: share of the seconds that GPUs spend in attention.
@@ -75,8 +75,9 @@ class WayFigures:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one request, for `tokens_per_rank` or `batch_size`; the other one is None. `step_tokens`: mean of an
-    optimizer step. `num_stages`, `chunks`: of the pipeline; 1 without one. `ways`: the fastest of each family."""
+    """Figures of one request. `tokens_per_rank`, `batch_size`: those of the request; one of them is None.
+    `step_tokens`: mean of an optimizer step. `num_stages`, `chunks`: of the pipeline; 1 without one. `ways`: the
+    fastest of each family."""
 
     gpus: int
     accumulation: int

@@ -18,7 +18,7 @@ import numpy as np
 
 from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.curves import Cluster, Notes
+from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import plan_step
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Load, Step, Way, ours, rows_placed
@@ -32,6 +32,7 @@ from distca_hf.analysis.simulate.ways import (
     plain_packing,
     ways_to_compare,
 )
+from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
@@ -230,9 +231,9 @@ class Simulation:
 
 
 class WayStep(NamedTuple):
-    """One step of one way: its seconds, and for the others see `WayFigures`. `left_out_pairs`: attended pairs that are
-    lost because documents are cut. `shared_tokens`, `shared_pairs`, `shared_head_tokens`: those that are not computed,
-    because another document begins with them, too."""
+    """One step of one way. For fields that are not described here see `WayFigures`. `left_out_pairs`: attended pairs
+    that are lost because documents are cut. `shared_tokens`, `shared_pairs`, `shared_head_tokens`: those that are not
+    computed, because another document begins with them, too."""
 
     seconds: float
     attention_seconds: float
@@ -300,7 +301,7 @@ def run_steps(
 def _simulate(simulation: Simulation, task: tuple[int, Step, bool, Sequence[Groups]]) -> Simulated:
     """Simulates one step in every way; in costly ways only if the task asks for them."""
     number, step, with_costly, groups = task
-    simulation = replace(simulation, groups=groups)  # with its own notes
+    simulation = replace(simulation, groups=groups)  # collects notes of this step only
     ways = {}
     for way in simulation.ways():
         if way.costly and not with_costly:

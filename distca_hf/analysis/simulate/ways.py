@@ -24,10 +24,11 @@ from typing import NamedTuple
 import numpy as np
 
 from distca_hf.analysis.models import SimulatedModel
-from distca_hf.analysis.profiles.curves import Amounts, Cluster, FloatArray, WireBytes
+from distca_hf.analysis.profiles.curves import Amounts, FloatArray
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Step, Way, nothing_sent, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import split_documents

@@ -194,7 +194,8 @@ class DecoderBorders:
             given |= {DEEP: list(deep.unbind(1)), DEEP_MASK: is_image[None]}
         return given | {name: value[None] for name, value in placed.items()}
 
-    # Outside of compiled graphs, because the number of tokens differs from batch to batch.
+    # Outside of compiled graphs, because the number of tokens differs from batch to batch. Callers that no compiler
+    # traces do without, which is quicker.
     _move_in = hidden_from_dynamo(move_in)
 
     @hidden_from_dynamo
@@ -247,9 +248,10 @@ class DecoderBorders:
             return known
         with Announced(plan.transport, plan.micro_batch, Occasion.MOVE):
             self._check_known(given, where)
+            facts = plan.forward_pass.facts
         if len(self._columns) >= REMEMBERED_FORMS:
             self._columns.clear()
-        return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan))
+        return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan, facts))
 
     def _check_known(self, given: Batch, where: str) -> None:
         """Checks that masks are of causal documents, that every tensor of tokens has one value per token, and that
@@ -285,8 +287,8 @@ class DecoderBorders:
                 )
 
 
-def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
-    """Returns the columns that all ranks move, given this rank's columns. A collective call."""
+def _agreed(now: Columns, given: Batch, plan: LivePlan, facts: Mapping[str, object]) -> Columns:
+    """Returns the columns that all ranks move, given this rank's columns. `facts`: of the pass. A collective call."""
     flags = {
         name: value
         for name, value in given.items()
@@ -294,8 +296,7 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
     }
     of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.in_words, **flags}.items())}
     numbers = {POSITIONS: now.position_rows, IMAGE_LAYERS: now.deep_layers, "differentiate": int(now.differentiate)}
-    facts = {**plan.forward_pass.facts, **of_inputs}
-    agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
+    agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, {**facts, **of_inputs}, numbers)
     shown_by = agreement.wait()
     for name, spare in ((POSITIONS, 1), (IMAGE_LAYERS, 0)):
         if len({*shown_by[name]} - {spare}) > 1:

@@ -62,13 +62,12 @@ from distca_hf.integrations.models.tiles import tile, untile
 from distca_hf.integrations.models.tower_borders import TowerBorders
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import Members, ParallelContext
+from distca_hf.runtime.forward_pass import PassFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
-
-Facts = dict[str, object]
 
 
 def watch_of(model: nn.Module | None) -> "ForwardWatch | None":
@@ -112,7 +111,7 @@ class ForwardWatch:
         self._mlps = tiled_mlps(inner, context.mlp_tokens) if context.mlp_tokens else []
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
-        self._facts: Facts | Callable[[], Facts] = {}
+        self._facts: PassFacts = {}
         self._handles = list[RemovableHandle]()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ForwardWatch":
@@ -238,10 +237,11 @@ class ForwardWatch:
             "received rows wait for recomputation": rows_wait,
         }
 
-        def facts() -> Facts:
+        def facts() -> dict[str, object]:
             return {**config.shared_settings(), **of_pass, **self._check.facts(again=is_looked_at)}
 
-        self._facts = facts() if is_looked_at else facts  # called at the first attention call: the device is busy then
+        # Otherwise it is called at the first attention call, when the device is busy.
+        self._facts = facts() if is_looked_at else facts
 
     def _begin(self, module: nn.Module, plan: LivePlan, grid: Grid, trains: bool) -> None:
         """Begins a pass for which `_prepare` was called."""

@@ -42,7 +42,7 @@ class HiddenHook(Hook):
     """A hook that no compiler traces."""
 
     @hidden_from_dynamo
-    def __call__(self, *arguments: object) -> object:
+    def __call__(self, *arguments: object) -> object:  # quicker than `super()`, in every pass
         return None if self._method is None else self._method(*arguments)
 
 

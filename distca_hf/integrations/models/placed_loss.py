@@ -69,9 +69,10 @@ class PlacedLoss:
         self._label_count: Any = None
         self._shifts = False
         self._head, self._parts_then = model.get_output_embeddings(), [*model._modules.values()]
-        # What the latest looks at hooks, and at functions of the model, have found.
-        self._hooks, self._unknown = list[object](), ""
-        self._runs, self._own_loss = tuple[object, ...](), ""
+        # Hooks and functions that were inspected last, and what was found (empty if nothing): the Python module of an
+        # unknown hook, and why the loss of these functions cannot be placed.
+        self._hooks, self._hooked = list[object](), ""
+        self._functions, self._of_functions = tuple[object, ...](), ""
 
     @property
     def is_placed(self) -> bool:
@@ -114,15 +115,15 @@ class PlacedLoss:
         parts = [*self._model._modules.values()]
         if parts != self._parts_then or self._head not in parts:  # quicker than asking for the head in every pass
             self._head, self._parts_then = self._model.get_output_embeddings(), parts
-        # Most passes have the hooks of the pass before, and equal hooks are the same ones.
+        # Inspecting hooks takes long, and most passes have those of the pass before.
         around = [part for part in (self._root, self._model, self._head) if part is not None]
         hooks = list[object]()
         for part in around:
             hooks += part._forward_hooks.values()
             hooks += part._forward_pre_hooks.values()
         if hooks != self._hooks:
-            self._hooks, self._unknown = hooks, next(filter(None, map(unknown_hook, around)), "")
-        return f"a hook of {self._unknown} may read logits or the loss" if self._unknown else ""
+            self._hooks, self._hooked = hooks, next(filter(None, map(unknown_hook, around)), "")
+        return f"a hook of {self._hooked} may read logits or the loss" if self._hooked else ""
 
     def _of_loss(self, batch: Batch) -> str:
         if batch.get("num_items_in_batch") is None:
@@ -134,11 +135,11 @@ class PlacedLoss:
             *map(own.get, ("forward", "_loss_function", "loss_type", *MEANS_OVER_ROWS)),
             *[getattr(type(model), factor, None) for factor in MEANS_OVER_ROWS],
         )
-        if now != self._runs:  # inspecting functions takes long
-            self._runs, self._own_loss = now, self._of_functions()
-        return self._own_loss
+        if now != self._functions:  # inspecting them takes long
+            self._functions, self._of_functions = now, self._inspected()
+        return self._of_functions
 
-    def _of_functions(self) -> str:
+    def _inspected(self) -> str:
         model, name = self._model, type(self._model).__name__
         if any(getattr(model, factor, 0) for factor in MEANS_OVER_ROWS) or not _is_plain(type(model)):  # type: ignore[arg-type]
             return f"the loss of {name} is more than a sum over labels"

@@ -155,7 +155,8 @@ class LossReader:
         self._attachment, self._trainer = attachment, attachment.trainer
         self._replaced_before = {name for name in OF_LOSS if name in vars(self._trainer)}
         self._methods_of = attrgetter(*(name for name in OF_LOSS if hasattr(Trainer, name)))
-        self._methods, self._others = tuple[object, ...](), list[str]()  # of the latest step, and which see the loss
+        # Methods in the latest step, and names of those that are not Trainer's.
+        self._methods, self._replaced = tuple[object, ...](), list[str]()
 
     def install(self) -> None:
         self._attachment.replace(self._trainer, "compute_loss", partial(self._read_loss, self._trainer.compute_loss))
@@ -181,11 +182,11 @@ class LossReader:
         trainer, args = self._trainer, self._trainer.args
         methods = *map(vars(trainer).get, OF_LOSS), self._methods_of(type(trainer)), self._methods_of(Trainer)
         if methods != self._methods:
-            self._methods, self._others = methods, self._not_of_trainer()
-        if self._others:
+            self._methods, self._replaced = methods, self._not_of_trainer()
+        if self._replaced:
             return (
-                f"{type(trainer).__name__}.{self._others[0]} is not Trainer's: it may read logits or losses, or count "
-                "labels"
+                f"{type(trainer).__name__}.{self._replaced[0]} is not Trainer's: it may read logits or losses, or "
+                "count labels"
             )
         if trainer.compute_loss_func is not None:
             return "compute_loss_func reads logits"
@@ -196,7 +197,7 @@ class LossReader:
         return self._unlogged()
 
     def _not_of_trainer(self) -> list[str]:
-        """Returns which methods of `OF_LOSS` are not Trainer's."""
+        """Returns names of the methods in `OF_LOSS` that are not Trainer's."""
         kind, replaced = type(self._trainer), self._replaced_before | self._attachment.replaced_since(OF_LOSS)
         return [
             name

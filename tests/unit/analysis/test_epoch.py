@@ -107,7 +107,7 @@ def test_of_many_steps_some_are_planned_from_the_first_to_the_last() -> None:
 
 
 def choices(lengths: list[int], **more: Any) -> dict[int, Choice]:
-    """Choices beside 40,000 tokens on each of 2 ranks, by their tokens per rank."""
+    """Choices for 2 ranks that were to hold 40,000 tokens each, by their tokens per rank."""
     request = PlanRequest(2, 40_000, 8, 1, preset("llama3-8b"), liger=True, gpu_gib=140.0, **more)
     packed = pack_epoch(np.array(lengths), request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)

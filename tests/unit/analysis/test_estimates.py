@@ -1,6 +1,7 @@
 """Estimates of distca plan: speed and memory beside what was measured, and by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.analysis import answer as estimates
-from distca_hf.analysis.answer import make_estimates, simulation_of
+from distca_hf.analysis.answer import make_estimates, simulation_request
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.models import PRESETS, ModelSize, SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
@@ -170,8 +171,8 @@ def test_plan_says_what_simulate_says(
     stages = 1 if pipeline is None else pipeline.num_stages
     profile = find_profile(cluster)
     world = ranks // stages, 32_768, 8, micro_steps * stages, LLAMA
-    training = {"liger": True, "gpu_gib": gpu_gib_of(profile), "seed": 3}
-    plan = PlanRequest(*world, pipeline=pipeline, cluster=cluster, **training)  # type: ignore[arg-type]
+    training: dict[str, Any] = {"liger": True, "gpu_gib": gpu_gib_of(profile), "seed": 3}
+    plan = PlanRequest(*world, pipeline=pipeline, cluster=cluster, **training)
     made = make_estimates(plan, fit_lengths(lengths, plan), compare=compare)
     assert made is not None
     model = SimulatedModel.of(LLAMA)
@@ -201,7 +202,7 @@ def test_micro_batches_that_stages_do_not_divide() -> None:
     """Five micro-batches in two stages are three micro-steps of the same GPUs without them, and none is lost."""
     lengths = np.random.RandomState(0).lognormal(6, 1.0, 3000).astype(int).clip(1, 30_000)
     plan = PlanRequest(2, 32_768, 8, 5, LLAMA, pipeline=Pipeline(2))
-    request = simulation_of(plan).for_documents(fit_lengths(lengths, plan))
+    request = simulation_request(plan).for_documents(fit_lengths(lengths, plan))
     step, *_ = request.steps(lengths)
     joined = request.without_stages(step)
 

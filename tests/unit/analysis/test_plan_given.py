@@ -15,12 +15,13 @@ from distca_hf.analysis.given import GivenAnswer, GivenMicroBatch, answer
 from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile
-from distca_hf.analysis.profiles.curves import Cluster, Notes, WireBytes
+from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Load, nothing_sent, rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.batches.agreement import Returning
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import DocumentReader

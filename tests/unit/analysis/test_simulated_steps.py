@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.decoder_size import GIB, TrainingSetup
 from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
-from distca_hf.analysis.profiles.curves import Cluster, Notes, WireBytes
+from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import simulation as run
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs, Passes
@@ -22,6 +21,8 @@ from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import make_result
 from distca_hf.analysis.simulate.simulation import Simulation, run_steps
 from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
+from distca_hf.analysis.training_setup import GIB, TrainingSetup
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, PackingError

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca_hf.analysis.profiles.curves import Cluster
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, nothing_sent, waited_for
 from distca_hf.analysis.simulate.ways import READ_AND_WRITTEN, group_exchange
+from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray, ceil_div
 
 

@@ -18,12 +18,13 @@ from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.find_model import read_model
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.curves import Cluster, Notes
+from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Load, ours, rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.layout import Layout, Topology

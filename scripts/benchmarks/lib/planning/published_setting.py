@@ -13,12 +13,12 @@ import numpy as np
 from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
-from distca_hf.analysis.profiles.curves import Cluster
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Attention, Load, RowBytes, exchange_seconds, kernel_seconds, nothing_sent
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from lib.planning.bench_ways import gathered
 from lib.planning.published_greedy import PAPER_TOLERANCE, plan_published_greedy

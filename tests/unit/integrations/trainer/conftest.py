@@ -15,8 +15,8 @@ from support.training import quiet_arguments
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_there_is_no_garbage() -> None:
-    """Accelerate collects garbage after every training: to look through what Trainers import late, and what earlier
-    tests have left, would be a sixth of the time of these tests."""
+    """Accelerate collects garbage after every training. Looking through what Trainers import late, and what earlier
+    tests left, would take a sixth of the time of these tests."""
     gc.collect()
     gc.freeze()
 

@@ -245,6 +245,6 @@ def test_variable_acts_in_every_process_of_a_trainer() -> None:
 
 
 def test_wrong_value_does_no_harm_in_processes_without_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one starts; that an installation starts what the variable asks for is tested with the package."""
+    """As they start. `test_package.py` tests that an installation acts on the variable."""
     monkeypatch.setenv("DISTCA_ATTACH", "yes")
     assert run_fresh("print('harmless')") == "harmless"
