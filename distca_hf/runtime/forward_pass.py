@@ -304,6 +304,8 @@ class ForwardPass:
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
+        if callable(self._facts):  # ranks agreed on nothing; what returns facts would keep the model alive
+            self._facts = {}
         number, known = len(self.made.states), self._known_states
         if 0 < number < len(known) and not self._compares_states:
             raise PlanError(

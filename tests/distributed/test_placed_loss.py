@@ -1,5 +1,6 @@
 """Head and loss on placed rows, and passes that begin at the backbone: weights and logs of training without distca."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,18 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    default_data_collator,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import distca_hf
+from distca_hf.batches.agreement import Returning
+from distca_hf.batches.batch_documents import shifted_labels
+from distca_hf.integrations.models import placed_loss
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.models import VOCABULARY, tiny_model
 from support.ranks import run_ranks
+from support.training import quiet_arguments
 
 
 trl_utils = pytest.importorskip("trl.trainer.utils")
@@ -242,6 +248,46 @@ def test_logs_and_weights_are_those_without_distca(world: int, names: Sequence[s
                 assert max(ours_rows) - min(ours_rows) <= max(2, 0.02 * sum(ours_rows)), (name, micro_batch)
             else:
                 assert ours_rows == usual_rows, (name, micro_batch)
+
+
+class JoinsPlanner(TrainerCallback):
+    """Lets each step begin once its plan is made."""
+
+    def on_step_begin(self, *given: Any, **kwargs: Any) -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("distca-ahead"):
+                thread.join()
+
+
+def shifts_of_even_rows(folder: Path) -> int:
+    """How often labels are shifted in a training in which rows stay."""
+    row = list(range(3, 43))
+    trainer = Trainer(
+        model=tiny_model(implementation="distca", num_hidden_layers=1),
+        args=TrainingArguments(**quiet_arguments(folder, max_steps=STEPS, logging_steps=STEPS, use_cpu=True)),
+        train_dataset=Dataset.from_dict({"input_ids": [row] * 2 * STEPS, "labels": [row] * 2 * STEPS}),
+        data_collator=default_data_collator,
+        callbacks=[JoinsPlanner()],
+    )
+    distca_hf.DistCAPlugin().attach(trainer)
+    shifted = list[object]()
+
+    def shift(batch: dict[str, Any]) -> torch.Tensor | None:
+        shifted.append(batch)
+        return shifted_labels(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placed_loss, "shifted_labels", shift)
+        trainer.train()
+    watch = watch_of(trainer.model)
+    assert watch.planner.returning is Returning.LOSS
+    assert not watch.planner.latest_moves.changes_rows
+    return len(shifted)
+
+
+def test_labels_are_shifted_only_if_rows_may_move(tmp_path: Path) -> None:
+    """The first batch is not planned ahead."""
+    assert run_ranks(2, shifts_of_even_rows, tmp_path / "run", tmp_path) == [1, 1]
 
 
 def of_backbone(model: nn.Module, batch: dict[str, Any], head: str) -> torch.Tensor:

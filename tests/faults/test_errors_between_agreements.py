@@ -85,12 +85,12 @@ def _pack(rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}
 
 
-def _train_on_packs(owner: object, name: str, passes_before: int = 0) -> None:
+def _train_on_packs(owner: object, name: str, passes_before: int = 0, **flags: bool) -> None:
     model = tiny_model(num_hidden_layers=1, attention_dropout=0.0).train()
     model = distca_hf.enable(model, distca_hf.DistCAPlugin(shared_prefix_tokens=PREFIX, **SETTINGS))
     for _ in range(passes_before):
         model(**_pack(dist.get_rank())).loss.backward()
-    _train(model, [_pack(dist.get_rank())], owner, name)
+    _train(model, [_pack(dist.get_rank()) | flags], owner, name)
 
 
 # What runs on all ranks, and whose function fails on one of them.
@@ -106,6 +106,12 @@ CASES: dict[str, tuple[Callable[[object, str], None], object, str]] = {
     "the look at a model": (_train_on_packs, WATCH, "check_averaging"),
     # The third pass does not look at the model before ranks agree.
     "what follows the agreement on a pack": (partial(_train_on_packs, passes_before=2), ForwardCheck, "facts"),
+    # Ranks compare what moves first, because the batch has another form.
+    "a pack of another form": (
+        partial(_train_on_packs, passes_before=2, output_hidden_states=False),
+        ForwardCheck,
+        "facts",
+    ),
     "whether prefixes may be shared": (_train_on_packs, Sharing, "why_unshared"),
     "why prefixes are not shared": (_train_on_packs, Sharing, "_of_modules"),
     "what is shown of documents": (_train_on_packs, GATHER, "_beginnings"),

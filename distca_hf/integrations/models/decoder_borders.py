@@ -150,12 +150,16 @@ class DecoderBorders:
         plan = kwargs.get("distca_plan")
         return self._move_home(plan, output) if self._is_open and plan is not None else None
 
-    def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
+    def move_in(
+        self, plan: LivePlan, batch: Batch, shift_labels: Callable[[], torch.Tensor] | None = None
+    ) -> dict[str, Any] | None:
         """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
-        Raises the errors of `_columns_of`."""
+        `shift_labels` returns labels that move, too. Raises the errors of `_columns_of`."""
         moves, given = plan.planned.moves, {**batch}
         if moves is None or not moves.on_host.changes_rows:
             return None
+        if shift_labels is not None:
+            given["shift_labels"] = shift_labels()
         tokens = tokens_of(given)
         batch_size, length = tokens.shape
         rows = PassRows(
@@ -248,10 +252,10 @@ class DecoderBorders:
             return known
         with Announced(plan.transport, plan.micro_batch, Occasion.MOVE):
             self._check_known(given, where)
-            facts = plan.forward_pass.facts
+            facts = {**plan.forward_pass.facts, **_of_inputs(now, given)}
         if len(self._columns) >= REMEMBERED_FORMS:
             self._columns.clear()
-        return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan, facts))
+        return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, facts, plan))
 
     def _check_known(self, given: Batch, where: str) -> None:
         """Checks that masks are of causal documents, that every tensor of tokens has one value per token, and that
@@ -287,16 +291,21 @@ class DecoderBorders:
                 )
 
 
-def _agreed(now: Columns, given: Batch, plan: LivePlan, facts: Mapping[str, object]) -> Columns:
-    """Returns the columns that all ranks move, given this rank's columns. `facts`: of the pass. A collective call."""
+def _of_inputs(columns: Columns, given: Batch) -> dict[str, object]:
+    """Returns facts about the columns and flags of a pass, by name in messages."""
     flags = {
         name: value
         for name, value in given.items()
         if isinstance(value, bool | str) or (name.startswith("output_") and value is not None)
     }
-    of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.in_words, **flags}.items())}
+    named = sorted({**columns.in_words, **flags}.items())
+    return {f"input {name} of the decoder": value for name, value in named}
+
+
+def _agreed(now: Columns, facts: Mapping[str, object], plan: LivePlan) -> Columns:
+    """Returns the columns that all ranks move, given this rank's columns and facts. A collective call."""
     numbers = {POSITIONS: now.position_rows, IMAGE_LAYERS: now.deep_layers, "differentiate": int(now.differentiate)}
-    agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, {**facts, **of_inputs}, numbers)
+    agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
     shown_by = agreement.wait()
     for name, spare in ((POSITIONS, 1), (IMAGE_LAYERS, 0)):
         if len({*shown_by[name]} - {spare}) > 1:

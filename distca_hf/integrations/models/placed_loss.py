@@ -18,9 +18,10 @@ Every rank says what its pass must return. Unless all say the same, hidden state
 
 import ast
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -68,7 +69,9 @@ class PlacedLoss:
         self._shifted: tuple[object, torch.Tensor] | None = None
         self._label_count: Any = None
         self._shifts = False
-        self._head, self._parts_then = model.get_output_embeddings(), [*model._modules.values()]
+        # The head, and modules whose hooks may read its results; found when the model had these parts.
+        self._head: nn.Module | None = None
+        self._around, self._parts_then = list[nn.Module](), list[nn.Module | None]()
         # Hooks and functions that were inspected last, and what was found (empty if nothing): the Python module of an
         # unknown hook, and why the loss of these functions cannot be placed.
         self._hooks, self._hooked = list[object](), ""
@@ -98,7 +101,7 @@ class PlacedLoss:
         if shifted is not None and shifted.shape != tokens.shape:
             return "shift_labels have another shape than tokens"
         for name in ("output_router_logits", "logits_to_keep"):
-            if isinstance(given := batch.get(name), torch.Tensor) or given:
+            if (given := batch.get(name)) is not None and (isinstance(given, torch.Tensor) or given):
                 return f"{name} is set"
         for name, x in batch.items():
             if name in REPLACED_BY_PLAN or name == "position_ids" or not isinstance(x, torch.Tensor):
@@ -115,25 +118,27 @@ class PlacedLoss:
         parts = [*self._model._modules.values()]
         if parts != self._parts_then or self._head not in parts:  # quicker than asking for the head in every pass
             self._head, self._parts_then = self._model.get_output_embeddings(), parts
+            around = dict.fromkeys((self._root, self._model, self._head))
+            self._around = [part for part in around if part is not None]
         # Inspecting hooks takes long, and most passes have those of the pass before.
-        around = [part for part in (self._root, self._model, self._head) if part is not None]
         hooks = list[object]()
-        for part in around:
+        for part in self._around:
             hooks += part._forward_hooks.values()
             hooks += part._forward_pre_hooks.values()
         if hooks != self._hooks:
-            self._hooks, self._hooked = hooks, next(filter(None, map(unknown_hook, around)), "")
+            self._hooks, self._hooked = hooks, next(filter(None, map(unknown_hook, self._around)), "")
         return f"a hook of {self._hooked} may read logits or the loss" if self._hooked else ""
 
     def _of_loss(self, batch: Batch) -> str:
         if batch.get("num_items_in_batch") is None:
             return "the model is given no num_items_in_batch, and divides by the labels of its rank"
-        model, own = self._model, vars(self._model)
+        model = self._model
+        # Asked of the model, because its class or Transformers' table of losses may have changed, too.
         now = (
-            type(model),
             type(model).forward,
-            *map(own.get, ("forward", "_loss_function", "loss_type", *MEANS_OVER_ROWS)),
-            *[getattr(type(model), factor, None) for factor in MEANS_OVER_ROWS],
+            model.__dict__.get("forward"),
+            model.loss_function,
+            *map(getattr, repeat(model), MEANS_OVER_ROWS, repeat(0)),
         )
         if now != self._functions:  # inspecting them takes long
             self._functions, self._of_functions = now, self._inspected()
@@ -141,7 +146,7 @@ class PlacedLoss:
 
     def _inspected(self) -> str:
         model, name = self._model, type(self._model).__name__
-        if any(getattr(model, factor, 0) for factor in MEANS_OVER_ROWS) or not _is_plain(type(model)):  # type: ignore[arg-type]
+        if any(getattr(model, factor, 0) for factor in MEANS_OVER_ROWS) or not _is_plain(type(model).forward):
             return f"the loss of {name} is more than a sum over labels"
         if model.loss_function is not ForCausalLMLoss or loses_shift_labels(model):
             return f"{name} has its own loss"
@@ -204,7 +209,7 @@ class PlacedLoss:
     def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:
         """Returns placed rows of a batch with their labels; the batch itself if its rows stay. A collective call."""
         moving = {name: value for name, value in batch.items() if name != "labels"}
-        placed = borders.move_in(plan, {**moving, "shift_labels": self.shift(batch)})
+        placed = borders.move_in(plan, moving, partial(self.shift, batch))
         self._rows, self._shifted = borders.take_rows(), None
         if placed is None or self._rows is None:
             return batch
@@ -257,9 +262,10 @@ def _returns_token_values(model: PreTrainedModel) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _is_plain(model_class: Hashable) -> bool:
-    """Returns whether forward adds nothing to what `self.loss_function` returns, except losses of routers."""
-    for node in syntax_of(getattr(model_class, "forward", None)):
+def _is_plain(forward: Callable[..., object]) -> bool:
+    """Returns whether a model's forward adds nothing to what `self.loss_function` returns, except losses of
+    routers."""
+    for node in syntax_of(forward):
         if isinstance(node, ast.Assign):
             is_changed = "loss" in map(ast.unparse, node.targets) and isinstance(node.value, ast.BinOp)
         else:

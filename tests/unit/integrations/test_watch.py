@@ -1,9 +1,11 @@
 """Models that are enabled again, copied, wrapped, or leave distca after they were enabled."""
 
 import copy
+import gc
 import io
 import logging
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -244,6 +246,22 @@ def test_copied_batch_brings_its_plan_and_cannot_be_stored(copied: Any) -> None:
     assert torch.equal(model(**twin).loss, model(**batch).loss)
     with pytest.raises(PlanError, match="can neither be stored nor sent to another process"):
         pickle.dumps(batch)
+
+
+def _trained() -> weakref.ref[torch.nn.Module]:
+    plugin = plugin_of()
+    model = distca_hf.enable(tiny_model(), plugin)
+    for _, batch in zip(range(3), plugin.dataloader(random_dataset(20)), strict=False):
+        model(**batch).loss.backward()
+    return weakref.ref(model)
+
+
+def test_model_is_let_go_after_training() -> None:
+    """The newest plans are kept, and on one rank nobody asks for what ranks show each other."""
+    held = _trained()
+
+    gc.collect()
+    assert held() is None
 
 
 # --- positions

@@ -1,12 +1,14 @@
 """Which way a Trainer's loss takes: results return wherever anything but the mean loss of all ranks may be read."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DataCollatorWithFlattening, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
@@ -59,6 +61,16 @@ def loss_of_outputs(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any 
     return torch.zeros(())
 
 
+def sum_of_logits(logits: torch.Tensor, labels: torch.Tensor, shift_labels: Any = None, **kwargs: Any) -> torch.Tensor:
+    return logits.sum()
+
+
+def adds_a_term(self: Any, logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    loss = self.loss_function(logits, **kwargs)
+    loss += logits.square().mean()
+    return loss
+
+
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "Trainer": ({}, ""),
     "logs of epochs": ({"logging_strategy": "epoch"}, ""),
@@ -99,8 +111,20 @@ def test_batch_and_later_changes_decide(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(type(trainer.model), "z_loss_coefficient", 0.1, raising=False)
     assert "more than a sum over labels" in reason_of(trainer)
     monkeypatch.undo()
-    monkeypatch.setattr(trainer.model, "loss_function", lambda logits, labels, shift_labels=None, **_: logits.sum())
-    assert "has its own loss" in reason_of(trainer)
+    assert reason_of(trainer) == ""
+    own_loss = {
+        "of the model": partial(monkeypatch.setattr, trainer.model, "_loss_function", sum_of_logits, False),
+        "of its class": partial(monkeypatch.setattr, type(trainer.model), "_loss_function", sum_of_logits, False),
+        "a module": partial(monkeypatch.setattr, trainer.model, "_loss_function", torch.nn.Identity(), False),
+        "of Transformers": partial(monkeypatch.setitem, LOSS_MAPPING, "ForCausalLM", sum_of_logits),
+    }
+    for replace in own_loss.values():
+        replace()
+        assert "has its own loss" in reason_of(trainer)
+        monkeypatch.undo()
+        assert reason_of(trainer) == ""
+    monkeypatch.setattr(type(trainer.model), "forward", adds_a_term)
+    assert "more than a sum over labels" in reason_of(trainer)
     monkeypatch.undo()
     compute_loss: Callable[..., Any] = trainer.compute_loss
     trainer.compute_loss = lambda *args, **kwargs: compute_loss(*args, **kwargs)
