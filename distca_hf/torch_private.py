@@ -183,7 +183,10 @@ def running_objects() -> Iterator[object]:
     private, for the wrappers around a model (except DDP), or for the schedule that runs a stage of a pipeline."""
     frame = inspect.currentframe()
     while frame is not None:
-        yield frame.f_locals.get("self")
+        code = frame.f_code
+        # Before Python 3.13, a look copies all variables of a function, and the copies live as long as it runs. A loop
+        # would keep the outputs of an earlier step.
+        yield frame.f_locals.get("self") if "self" in (*code.co_varnames, *code.co_freevars) else None
         frame = frame.f_back
 
 

@@ -1,5 +1,6 @@
 """Without a name that is private to torch, its public way around gives the same results."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,3 +207,28 @@ def test_a_first_hook_runs_before_those_that_were_there_and_is_numbered_so() -> 
     handle.remove()
     module(torch.zeros(1, 2))
     assert ran[3:] == ["before", "after"]
+
+
+class Caller:
+    """Looks at the objects whose methods run."""
+
+    def look(self) -> list[object]:
+        return [*torch_private.running_objects()]
+
+    def look_within(self) -> list[object]:
+        def look() -> list[object]:
+            assert self is not None
+            return [*torch_private.running_objects()]
+
+        return look()
+
+
+def test_a_look_at_running_objects_keeps_no_output_of_a_loop_alive() -> None:
+    caller, output = Caller(), torch.zeros(2)
+    held = weakref.ref(output)
+    found, within = caller.look(), caller.look_within()
+    assert sum(one is caller for one in found) == 1
+    assert sum(one is caller for one in within) == 2
+
+    del output
+    assert held() is None
