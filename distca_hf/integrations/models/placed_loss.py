@@ -48,6 +48,8 @@ READER_UNKNOWN = "the program may read logits, or the loss of its rank (plugin.a
 ROWS_STAY = "rows stay"
 # Packages whose hooks do not read the results of a pass: they gather weights, or are ours.
 KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers", "trl"})
+# Packages whose wrappers of functions do not read results, either.
+KNOWN_WRAPPERS = KNOWN_HOOKS | {"contextlib", "functools", "liger_kernel"}
 # Modules that replace a model's forward by one that trains on shift_labels if they are given.
 FUSED_HEADS = "liger_kernel."
 # The same with a flag; a pass then returns numbers of single tokens.
@@ -150,7 +152,10 @@ class PlacedLoss:
             return f"the loss of {name} is more than a sum over labels"
         if model.loss_function is not ForCausalLMLoss or loses_shift_labels(model):
             return f"{name} has its own loss"
-        runs = inspect.unwrap(vars(model).get("forward", type(model).forward))
+        runs = vars(model).get("forward", type(model).forward)
+        if written := _unknown_wrapper(runs):
+            return f"forward of this {name} is wrapped by {written}, which may read logits or the loss"
+        runs = inspect.unwrap(runs)
         runs = getattr(runs, "__func__", runs)
         is_replaced = runs is not inspect.unwrap(type(model).forward) and not runs.__module__.startswith(FUSED_HEADS)
         if is_replaced and "shift_labels" not in inspect.signature(runs).parameters:
@@ -246,6 +251,19 @@ def unknown_hook(part: nn.Module) -> str:
         module: str = getattr(function, "__module__", None) or type(function).__module__
         if module.partition(".")[0] not in KNOWN_HOOKS:
             return module
+    return ""
+
+
+def _unknown_wrapper(function: Any) -> str:
+    """Returns the Python module of a wrapper of a function that may read or change results; empty if there is none."""
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        wrapper = getattr(function, "__func__", function)
+        wrapper = getattr(wrapper, "func", wrapper)  # of a partial
+        # Wrappers take the name of the module over from what they wrap.
+        module: str = getattr(wrapper, "__globals__", {}).get("__name__") or type(wrapper).__module__
+        if module.partition(".")[0] not in KNOWN_WRAPPERS:
+            return module
+        function = wrapped
     return ""
 
 

@@ -1,12 +1,14 @@
 """Which way a Trainer's loss takes: results return wherever anything but the mean loss of all ranks may be read."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from transformers import DataCollatorWithFlattening, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING
 
@@ -157,6 +159,19 @@ def test_hooks_and_a_forward_that_was_replaced_decide(tmp_path: Path) -> None:
     assert "was replaced, and has no parameter shift_labels" in reason_of(trainer)
     del model.forward
     assert reason_of(trainer) == ""
+
+    usual = model.forward
+
+    @wraps(usual)
+    def reads_logits(*args: Any, **kwargs: Any) -> Any:
+        output = usual(*args, **kwargs)
+        output.loss = output.loss + output.logits.square().mean()
+        return output
+
+    model.forward = reads_logits
+    assert "is wrapped by test_loss_reader, which may read logits" in reason_of(trainer)
+    model.forward = MethodType(convert_outputs_to_fp32(torch.autocast("cpu")(type(model).forward)), model)
+    assert reason_of(trainer) == ""  # as Accelerate does it
 
 
 class Late(TrainerCallback):
