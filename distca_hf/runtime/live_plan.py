@@ -50,8 +50,7 @@ class PlanRegister:
             number = next(self._numbers)
             self._all[number] = plan
             self.newest[number] = plan
-            while len(self.newest) > keep:
-                self.newest.popitem(last=False)
+        self.keep(keep)
         return number
 
     def keep(self, count: int) -> None:
