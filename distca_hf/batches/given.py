@@ -30,7 +30,7 @@ from distca_hf.batches.image_plans import ImagePlan, ImagePlanner, ShownImages
 from distca_hf.batches.images import HEADER, BatchImages
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, PaddedRows, ReadDocuments, Reading
-from distca_hf.batches.step_ahead import HostPlan, StepAhead
+from distca_hf.batches.step_ahead import AheadPlan, HostPlan, StepAhead
 from distca_hf.comm.agreement import NO_FACTS, Announced, Facts, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -202,18 +202,8 @@ class GivenPlanner:
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
-        try:
-            read = self._read_batch(batch)
-            device = tokens_of(batch).device
-            planned, step_batches = self._step.take(read), self._step.take_step_batches()
-            if planned is not None and planned.may_share and unshared():
-                planned = None
-            work = 0 if self._image_planner is None else self._image_planner.total_work(read.images)
-        except Exception as error:
-            if isinstance(error, DistCAError):
-                error.args = (f"{self._transport.grid.name}, micro-batch {number}: {error}",)
-            Announced(self._transport, number, Occasion.PLAN).tell(error)
-            raise
+        read, planned, work = self._read_next(batch, number, unshared)
+        device, step_batches = tokens_of(batch).device, self._step.take_step_batches()
         ahead = 0 if planned is None else planned.number
         known = None if planned is None or self._posting is not None else planned.known
         copied: Planned | None = None
@@ -283,6 +273,24 @@ class GivenPlanner:
             document_tokens=lengths,
             also=self._step,
         )
+
+    def _read_next(
+        self, batch: Batch, number: int, unshared: Callable[[], str]
+    ) -> tuple[ReadDocuments, AheadPlan | None, int]:
+        """Returns what was read of the next batch, its plan if it was planned ahead, and the work of its images. Tells
+        the other ranks of an error."""
+        try:
+            read = self._read_batch(batch)
+            planned = self._step.take(read)
+            if planned is not None and planned.may_share and unshared():
+                planned = None
+            work = 0 if self._image_planner is None else self._image_planner.total_work(read.images)
+        except Exception as error:
+            if isinstance(error, DistCAError):
+                error.args = (f"{self._transport.grid.name}, micro-batch {number}: {error}",)
+            Announced(self._transport, number, Occasion.PLAN).tell(error)
+            raise
+        return read, planned, work
 
     @property
     def _looks_for_unshared(self) -> bool:

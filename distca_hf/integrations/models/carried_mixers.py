@@ -149,9 +149,11 @@ def _scan(original: Callable[..., Any], rows: Rows, name: str) -> Callable[..., 
         **keywords: Any,
     ) -> torch.Tensor:
         _check_unused({**keywords, "z": z}, "scan", name)  # a gate has one entry per row, and would have to be split
-        function = partial(original, chunk_size=chunk_size)
+        carried, function = rows(), partial(original, chunk_size=chunk_size)
+        if carried.is_cut:  # several calls use parameters, and gradients of one call would be rounded before their sum
+            D, dt_bias = (x if x is None else x.to(torch.promote_types(x.dtype, torch.float32)) for x in (D, dt_bias))
         step_options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-        return _carried(Scan(function, (hidden_states, dt, B, C), packed, A, D, step_options), rows(), name)
+        return _carried(Scan(function, (hidden_states, dt, B, C), packed, A, D, step_options), carried, name)
 
     return scan
 

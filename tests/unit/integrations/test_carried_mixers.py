@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.models.bamba import modeling_bamba
 
-from distca_hf.integrations.models.carried_mixers import _packed_by, carries
+from distca_hf.integrations.models.carried_mixers import _packed_by, _scan, carries
 from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of, needs_whole_documents
 from distca_hf.layout import Layout
 from distca_hf.planning.fragments import Fragments
 from distca_hf.runtime.device_fragments import PinnedFragments
+from lib.states import rows_on_one_device
 from support.carried_steps import ONE_WITHOUT, step_alone, step_on_ranks
 from support.models import tiny_model
 from support.versions import states_travel
@@ -168,3 +170,24 @@ def test_a_model_can_be_copied_and_stored_after_a_step() -> None:
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
     assert step.gradients
+
+
+@states_travel
+def test_gradients_of_fragments_are_rounded_after_they_are_summed() -> None:
+    """The halves of the document almost cancel each other in this gradient, so rounding one of them would show."""
+    tokens, heads = 32, 2
+    rows = rows_on_one_device([(0, 0, tokens // 2), (0, tokens // 2, tokens)], 3, torch.device("cpu"))
+    x_1THP, B_1TGS = torch.ones(1, tokens, heads, 4), torch.full((1, tokens, 1, 4), 1e-3)
+    dout_1THP = torch.full((1, tokens, heads, 4), -1.0)
+    dout_1THP[:, : tokens // 2] = 1.02
+
+    def gradient(scan: Callable[..., Any], dtype: torch.dtype) -> torch.Tensor:
+        D_H = torch.full((heads,), 0.1, dtype=dtype, requires_grad=True)
+        x, dt, B = (one.to(dtype) for one in (x_1THP, torch.zeros(1, tokens, heads), B_1TGS))
+        out = scan(x, dt, -torch.ones(heads), B, B, 8, D=D_H)
+        return torch.autograd.grad(out, D_H, dout_1THP.to(out.dtype))[0].float()
+
+    exact, cut = modeling_bamba.mamba2_chunk_scan, _scan(modeling_bamba.mamba2_chunk_scan, lambda: rows, "mixer")
+    expected = gradient(exact, torch.float32)
+
+    assert (gradient(cut, torch.bfloat16) - expected).abs().max() <= 2**-7 * expected.abs().max()
