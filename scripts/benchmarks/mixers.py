@@ -11,7 +11,8 @@ Transformers' own functions; the second one over the first one should be at most
 For the second table a pack of documents goes through the mixer in one call for all of them, and in batches of
 documents of about the same length, which need no kernel for packs.
 
-Times are medians of the rounds, of both ways in turns.
+Times are medians of the rounds, of both ways in turns. Before them, Triton compiles kernels on one core. For KDA,
+flash-linear-attention tries about 200 configurations, which takes minutes. The folder TRITON_CACHE_DIR keeps them.
 """
 
 import argparse
