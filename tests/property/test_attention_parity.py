@@ -13,6 +13,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.layouts import plan_of_kind, with_mask
 from support.parity import Case, Difference, compare
+from support.thorough import is_thorough
 
 
 def check_exact(case: Case) -> None:
@@ -26,6 +27,7 @@ SEEDS, RANKS = st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3, 4, 5, 8])
 
 
 @pytest.mark.parametrize("kind", ["in place", "moved", "striped"])
+@settings(max_examples=300 if is_thorough() else 35)
 @given(seed=SEEDS, num_ranks=RANKS, head_groups=st.sampled_from([1, 1, 2, 3, 4]))
 def test_outputs_and_gradients_equal_unsplit_attention(kind: str, seed: int, num_ranks: int, head_groups: int) -> None:
     """Wherever queries and heads are computed."""
@@ -35,7 +37,7 @@ def test_outputs_and_gradients_equal_unsplit_attention(kind: str, seed: int, num
     check_exact(Case.draw(seed, plan.layout, plan))
 
 
-@settings(max_examples=40)
+@settings(max_examples=300 if is_thorough() else 30)
 @given(
     seed=SEEDS,
     num_ranks=RANKS,

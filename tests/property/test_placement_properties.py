@@ -101,17 +101,6 @@ def deviations(layout: Layout) -> np.ndarray:
     return np.abs(layout.rank_work - layout.rank_work.sum() / layout.num_ranks)
 
 
-@given(batch=ANY_BATCH)
-def test_every_token_is_placed_once_and_tokens_are_equal_within_one(batch: Batch) -> None:
-    lengths, num_ranks = batch.lengths, batch.num_ranks
-    layout = place(lengths, num_ranks)
-
-    assert_every_token_is_placed_once(layout, lengths)
-    assert layout.num_ranks == num_ranks
-    assert set(layout.rank_tokens.tolist()) <= {sum(lengths) // num_ranks, -(-sum(lengths) // num_ranks)}
-    assert not padding_rows(layout).any()
-
-
 @given(batch=NORMAL_BATCH)
 def test_work_of_a_normal_batch_is_equal_within_the_promised_share(batch: Batch) -> None:
     lengths, num_ranks = batch.lengths, batch.num_ranks
@@ -119,15 +108,6 @@ def test_work_of_a_normal_batch_is_equal_within_the_promised_share(batch: Batch)
     layout = place(lengths, num_ranks)
 
     assert deviations(layout).max() <= 0.008 * layout.rank_work.mean()
-
-
-@given(batch=TINY_BATCH)
-def test_work_of_a_tiny_batch_is_equal_within_what_whole_tokens_allow(batch: Batch) -> None:
-    """One token more is up to one context of work more, and work is met to within one token's context."""
-    lengths, num_ranks = batch.lengths, batch.num_ranks
-    layout = place(lengths, num_ranks)
-
-    assert deviations(layout).max() <= 2 * max(lengths) + 0.008 * layout.rank_work.mean()
 
 
 @given(batch=ANY_BATCH)
@@ -143,15 +123,6 @@ def test_documents_are_cut_at_most_three_times_per_rank(batch: Batch) -> None:
     tasks = plan_in_place(place(lengths, num_ranks)).tasks
 
     assert len(tasks) - len(lengths) <= 3 * num_ranks
-
-
-@given(batch=ANY_BATCH)
-def test_same_lengths_give_the_same_layout(batch: Batch) -> None:
-    lengths, num_ranks = batch.lengths, batch.num_ranks
-
-    assert plan_in_place(place(lengths, num_ranks)).fingerprint == (
-        plan_in_place(place(np.array(lengths, dtype=np.int32), num_ranks)).fingerprint
-    )
 
 
 @given(batch=ANY_BATCH)

@@ -12,11 +12,11 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import Residency
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
-from distca_hf.planning.plan import Plan
 from distca_hf.servers.served_plans import Servers, plan_from_integers, plan_to_integers
 from distca_hf.testing import run_ranks
 from support.layouts import packed_layout, random_layout, striped_layout
 from support.parity import Case, Difference, compare
+from support.thorough import is_thorough
 
 
 def placed_layout(rng: random.Random, num_trainers: int) -> Layout:
@@ -49,7 +49,7 @@ def run_all(case: Case, num_trainers: int) -> list[Difference]:
 @pytest.mark.parametrize("trainers_attend", [True, False])
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("kv_residency", ["refetch", "keep"])
-@settings(max_examples=10)
+@settings(max_examples=40 if is_thorough() else 6)
 @given(seed=st.integers(0, 2**32 - 1), num_trainers=st.integers(1, 4), num_servers=st.integers(1, 3))
 def test_outputs_and_gradients_equal_unsplit_attention(
     seed: int, num_trainers: int, num_servers: int, kv_residency: Residency, num_chunks: int, trainers_attend: bool
@@ -68,16 +68,3 @@ def test_outputs_and_gradients_equal_unsplit_attention(
         assert difference.as_planned, difference
     if not trainers_attend:
         assert [difference.pairs for difference in differences[:num_trainers]] == [(0, 0)] * num_trainers
-
-
-def test_servers_compute_and_exchange_in_most_of_these_cases() -> None:
-    """Or the test above would show little."""
-
-    def plan_of(seed: int) -> Plan:
-        rng = random.Random(seed)
-        return Servers((1.0,) * (1 + seed % 3)).plan(layout_of(rng, 1 + seed % 4), 2)
-
-    plans = [plan_of(seed) for seed in range(60)]
-    served = [plan.work[-1] > 0 for plan in plans]
-    assert sum(served) >= 50
-    assert sum(plan.tasks.head_groups == 2 for plan in plans) >= 20

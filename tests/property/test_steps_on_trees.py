@@ -24,6 +24,7 @@ from distca_hf.testing import run_ranks
 from support.given_batches import Gradients, gradients_of, in_double, own_loss
 from support.models import VOCABULARY, plain_attention, tiny_config
 from support.rows_of_documents import Batch, packed, padded, prefixes_in_steps_of, words
+from support.thorough import is_thorough
 from support.versions import states_travel
 from support.wide_models import FAMILIES, wide_model
 
@@ -183,7 +184,7 @@ def check(step: Step) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
-@settings(max_examples=6)
+@settings(max_examples=40 if is_thorough() else 5)
 @given(data=st.data())
 def test_gradients_are_those_of_every_row_alone(kind: str, data: st.DataObject) -> None:
     check(data.draw(steps(kind)))
@@ -191,7 +192,7 @@ def test_gradients_are_those_of_every_row_alone(kind: str, data: st.DataObject) 
 
 @states_travel
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5"])
-@settings(max_examples=4)
+@settings(max_examples=40 if is_thorough() else 3)
 @given(data=st.data())
 def test_states_are_those_of_every_row_alone(kind: str, data: st.DataObject) -> None:
     check(data.draw(steps(kind)))

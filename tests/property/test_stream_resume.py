@@ -15,9 +15,10 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.testing import LoopbackTransport, LoopbackWorld, run_ranks
 from support.streams import Rows, all_tokens, numbered, numbered_stream, tokens_in
+from support.thorough import is_thorough
 
 
-DOCUMENTS, TOKENS_PER_RANK, MICRO_STEPS = 120, 48, 3
+DOCUMENTS, TOKENS_PER_RANK, MICRO_STEPS = 96, 48, 3
 WORLDS = (1, 2, 3, 4)
 State = dict[str, Any]
 # Tokens, positions and labels of a micro-batch on one rank.
@@ -70,7 +71,10 @@ def _part(
     return [rows for rows, *_ in ranks], sum((seen for _, seen, _ in ranks), Counter()), json.loads(position)
 
 
-@pytest.mark.parametrize(("first", "then"), list(product(WORLDS, WORLDS)))
+@pytest.mark.parametrize(
+    ("first", "then"),
+    product(WORLDS, WORLDS) if is_thorough() else [(1, 2), (2, 4), (4, 3)],
+)
 def test_every_document_comes_once_from_any_world_to_any_other(first: int, then: int) -> None:
     _, seen, state = _part(first, None, 2 * MICRO_STEPS)
     _, more, state = _part(then, state, MICRO_STEPS)
@@ -80,7 +84,7 @@ def test_every_document_comes_once_from_any_world_to_any_other(first: int, then:
     assert seen + more + rest == all_tokens(DOCUMENTS)
 
 
-@pytest.mark.parametrize(("world", "stream"), [(1, _own_rows), (2, _whole), (3, _own_rows), (4, _whole)])
+@pytest.mark.parametrize(("world", "stream"), [(2, _whole), (3, _own_rows)])
 def test_batches_are_equal_after_two_stops_in_the_same_world(world: int, stream: Callable[[int, int], Any]) -> None:
     whole, seen, _ = _part(world, None, None, stream)
     assert seen == all_tokens(DOCUMENTS)
@@ -93,7 +97,7 @@ def test_batches_are_equal_after_two_stops_in_the_same_world(world: int, stream:
     assert parts == whole
 
 
-@pytest.mark.parametrize(("first", "then"), [(1, 2), (4, 3), (3, 1)])
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (3, 1)])
 def test_ranks_that_give_their_own_rows_resume_only_as_many(first: int, then: int) -> None:
     *_, state = _part(first, None, MICRO_STEPS, _own_rows)
     with pytest.raises(ConfigError, match=f"readers={first}, this loader has {then}"):

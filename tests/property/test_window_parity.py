@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.comm.transport import Transport
@@ -21,6 +21,7 @@ from distca_hf.runtime.op import flash_attn
 from distca_hf.testing import attend_documents, rows_of_rank, run_ranks
 from support.layouts import padding_rows, random_layout, random_plan, striped_layout
 from support.parity import HEADS
+from support.thorough import is_thorough
 
 
 SCALE = 0.4
@@ -111,6 +112,7 @@ def drawn_plan(seed: int, num_ranks: int) -> Plan:
     return plan_in_place(layout) if kind == "in place" else random_plan(rng, layout, rng.choice([1, 2]))
 
 
+@settings(max_examples=200 if is_thorough() else 30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),

@@ -28,11 +28,10 @@ from distca_hf.launched import (
     launched_nodes,
     launched_process,
     launched_servers,
-    launched_world_size,
 )
 from distca_hf.plugin import DistCAPlugin
 from distca_hf.recipe import Recipe, read_yaml
-from distca_hf.settings import check_mapping, fields_of, values_of
+from distca_hf.settings import fields_of, values_of
 
 
 NAMES = list(fields_of(DistCAConfig))
@@ -180,12 +179,6 @@ def test_every_setting_has_another_value_in_these_tests() -> None:
     assert not any(DEFAULTS[name] == OTHERS[name] for name in NAMES)
 
 
-def test_every_setting_says_what_it_is_for() -> None:
-    for name, field in fields_of(DistCAConfig).items():
-        assert len(field.metadata["help"]) > 20
-        assert field.metadata["default"] == DEFAULTS[name]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_can_come_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable_of(name), str(OTHERS[name]))
@@ -213,20 +206,6 @@ def test_bools_in_the_environment(text: str, value: bool, monkeypatch: pytest.Mo
     assert DistCAConfig().deterministic is value
 
 
-@pytest.mark.parametrize(("text", "value"), [("30", 30.0), ("0.5", 0.5), ("1e3", 1000.0)])
-def test_numbers_of_seconds_in_the_environment(text: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DISTCA_TIMEOUTS_EXCHANGE_SECONDS", text)
-
-    assert DistCAConfig().timeouts.exchange_seconds == value
-
-
-def test_environment_is_read_when_a_config_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = DistCAConfig()
-    monkeypatch.setenv("DISTCA_PREFETCH", "9")
-
-    assert (before.prefetch, DistCAConfig().prefetch) == (2, 9)
-
-
 @pytest.mark.parametrize("text", ["llama3_8b_128k", "", "5", "{"])
 def test_settings_of_a_recipe_that_no_recipe_has_left_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OF_RECIPE, text)
@@ -245,9 +224,7 @@ def test_settings_are_given_by_name(error: type[Exception]) -> None:
     ("written_name", "meant"),
     [
         ("tokens_per_rnak", "tokens_per_rank"),
-        ("token_per_rank", "tokens_per_rank"),
         ("Kernel", "kernel"),
-        ("overlength", "overlong"),
         ("evaluation", "evaluate"),
     ],
 )
@@ -292,13 +269,6 @@ def test_attribute_that_is_a_misspelt_setting_is_refused() -> None:
 
 
 # --- groups
-
-
-def test_settings_of_a_group_are_given_by_it() -> None:
-    plugin = DistCAPlugin(debug=Debug(check_finite=True), timeouts=Timeouts(agreement_seconds=3600))
-
-    assert plugin.debug == Debug(check_finite=True, check_exchanges=False)
-    assert plugin.timeouts == Timeouts(agreement_seconds=3600.0)
 
 
 def test_group_that_is_no_group_is_refused() -> None:
@@ -353,13 +323,6 @@ def test_help_shows_every_setting_with_its_description_and_default(settings: typ
         assert (getattr(default, inner) if group else default) == DEFAULTS[name]
 
 
-def test_help_of_the_plugin_begins_with_its_own_words() -> None:
-    assert str(DistCAPlugin.__doc__).startswith(
-        "Core attention disaggregation for a training run.\n\n```python\nDistCAPlugin()"
-    )
-    assert str(DistCAPlugin.__doc__).count("Settings:") == 1
-
-
 # --- refused values
 
 
@@ -367,15 +330,9 @@ def test_help_of_the_plugin_begins_with_its_own_words() -> None:
     ("variable", "text", "kind"),
     [
         ("DISTCA_TOKENS_PER_RANK", "many", "a whole number"),
-        ("DISTCA_TOKENS_PER_RANK", "8k", "a whole number"),
-        ("DISTCA_TOKENS_PER_RANK", "8192.0", "a whole number"),
         ("DISTCA_TOKENS_PER_RANK", "", "a whole number"),
-        ("DISTCA_PREFETCH", "1.5", "a whole number"),
         ("DISTCA_TIMEOUTS_EXCHANGE_SECONDS", "5 minutes", "a number"),
         ("DISTCA_DEBUG_CHECK_FINITE", "maybe", "yes or no"),
-        ("DISTCA_KV_BUDGET_GIB", "4 GiB", "a number"),
-        ("DISTCA_DETERMINISTIC", "maybe", "yes or no"),
-        ("DISTCA_DETERMINISTIC", "2", "yes or no"),
         ("DISTCA_DETERMINISTIC", "", "yes or no"),
     ],
 )
@@ -454,16 +411,11 @@ def test_numbers_have_limits(names: list[str], allowed: list[float], wrong: list
     ("name", "wrong", "kinds"),
     [
         ("tokens_per_rank", "8192", ("int", "str")),
-        ("tokens_per_rank", 8192.0, ("int", "float")),
         ("tokens_per_rank", None, ("int", "NoneType")),
         ("tokens_per_rank", True, ("int", "bool")),
-        ("prefetch", [2], ("int", "list")),
-        ("timeouts.exchange_seconds", "300", ("float", "str")),
         ("timeouts.exchange_seconds", True, ("float", "bool")),
         ("kv_budget_gib", "4", ("float", "str")),
         ("deterministic", 1, ("bool", "int")),
-        ("deterministic", "yes", ("bool", "str")),
-        ("deterministic", None, ("bool", "NoneType")),
         ("kernel_times", 1, ("str", "int")),
         *(("attention_servers", wrong, ("str", type(wrong).__name__)) for wrong in (True, None, 1.0, (0, 8))),
     ],
@@ -501,23 +453,14 @@ def test_recipe_beats_the_environment_and_leaves_the_rest_to_it(
         ("prefetch: 2\nKernel: cpu\n", ["settings.yaml", "'Kernel'", "kernel"]),
         ("5: 6\n", ["settings.yaml", "unknown setting 5"]),
         ("tokens_per_rank: 8k\n", ["tokens_per_rank='8k'", "int"]),
-        ("tokens_per_rank: '8192'\n", ["tokens_per_rank='8192'", "int"]),
         ("deterministic: 'yes'\n", ["deterministic='yes'", "bool"]),
         ("tokens_per_rank: -1\n", ["tokens_per_rank=-1", "at least 0"]),
         ("attention_servers: one\n", ["settings.yaml: attention_servers=", "must be the number"]),
-        ("kv_budget_gib: .inf\n", ["settings.yaml: kv_budget_gib=inf must be finite"]),
-        ("overlong: cut\n", ["overlong='cut'", "truncate"]),
-        ("kernel:\n", ["kernel=None", "auto"]),
         ("- prefetch\n", ["settings.yaml", "plugin", "list"]),
-        ("fast\n", ["settings.yaml", "plugin", "str"]),
         ("prefetch: [1\n", ["cannot read", "settings.yaml"]),
         ("prefetch: !!python/object/apply:os.getcwd []\n", ["cannot read", "settings.yaml"]),
         ("debug:\n", ["settings.yaml: debug", "mapping", "NoneType"]),
-        ("debug: on\n", ["settings.yaml: debug", "mapping", "bool"]),
         ("debug: {finite: on}\n", ["settings.yaml: debug", "'finite'", "Did you mean 'check_finite'?"]),
-        ("debug: {check_weights_every_steps: -1}\n", ["settings.yaml: debug", "at least 0"]),
-        ("timeouts: {exchange_seconds: 0}\n", ["settings.yaml: timeouts", "exchange_seconds=0", "positive"]),
-        ("timeouts: {exchange_seconds: 5 minutes}\n", ["settings.yaml: timeouts", "exchange_seconds=", "float"]),
     ],
     ids=repr,
 )
@@ -536,14 +479,6 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot read") as refused:
             read_yaml(path)
         assert str(path) in str(refused.value)
-
-
-def test_checked_settings_are_a_copy() -> None:
-    given = {"prefetch": 3}
-    checked = check_mapping(DistCAConfig, given, "here")
-    checked["prefetch"] = 4
-
-    assert given == {"prefetch": 3}
 
 
 # --- agreement of ranks, and the launcher's environment
@@ -655,13 +590,6 @@ def test_roles_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="DISTCA_LAUNCHED_SERVERS=1: this process has its role already"):
         launched_process()
-
-
-def test_world_size_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert launched_world_size() == 1
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    assert launched_world_size() == 16
 
 
 def test_the_plugin_warns_of_unknown_environment_settings(

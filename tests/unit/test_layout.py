@@ -48,14 +48,6 @@ def test_lengths_of_any_integer_type_become_int64(values: Any) -> None:
         assert lengths.tolist() == expected
 
 
-def test_checked_lengths_do_not_share_memory_with_the_caller() -> None:
-    mine = np.array([4, 5], dtype=np.int64)
-    checked = check_document_tokens(mine)
-    mine[0] = 0
-
-    assert checked.tolist() == [4, 5]
-
-
 @pytest.mark.parametrize(
     ("lengths", "parts"),
     [
@@ -79,17 +71,11 @@ def test_length_out_of_range_names_document_and_length(lengths: Any, parts: list
     ("values", "part"),
     [
         ([1.0, 2.0], "float64"),
-        ([1, 2.5], "float64"),
-        (np.array([1, 2], dtype=np.float32), "float32"),
         ([True, False], "bool"),
-        (["1", "2"], "<U1"),
         ([1, None], "object"),
         ([2**70], "object"),
         ([[1, 2], [3, 4]], "shape (2, 2)"),
-        ([[]], "shape (1, 0)"),
         (5, "shape ()"),
-        (None, "shape ()"),
-        (np.array([1 + 0j]), "complex128"),
         ([[1], [2, 3]], "lengths"),
     ],
     ids=str,
@@ -129,15 +115,10 @@ def test_lengths_from_valid_cu_seqlens(cu_seqlens: Any, num_tokens: int, lengths
     [
         ([], 4, ["begin with 0", "nothing"]),
         ([1, 4], 4, ["begin with 0", "1"]),
-        ([-1, 4], 4, ["begin with 0", "-1"]),
         ([0, 3], 4, ["ends at 3", "4 tokens"]),
-        ([0, 5], 4, ["ends at 5", "4 tokens"]),
-        ([0], 4, ["ends at 0", "4 tokens"]),
         ([0, 3, 2, 4], 4, ["decreases at index 2", "3 is followed by 2"]),
-        ([0, 6, 4], 4, ["decreases at index 2", "6 is followed by 4"]),
         ([0, -2, 4], 4, ["decreases at index 1", "0 is followed by -2"]),
         (np.array([0, 200, 100], dtype=np.uint8), 100, ["decreases at index 2", "200 is followed by 100"]),
-        (np.array([0, 3, 2], dtype=np.uint64), 2, ["decreases at index 2", "3 is followed by 2"]),
         ([0.0, 4.0], 4, ["list of integers", "float64"]),
     ],
     ids=str,
@@ -161,18 +142,11 @@ def test_wrong_cu_seqlens_are_refused_by_position_and_values(
         ([5], [[(0, 0, 2)], [(0, 3, 5)]], None, ["document 0", "[3, 5)", "[2, ...)"]),
         ([5], [[(0, 0, 3)], [(0, 2, 5)]], None, ["document 0", "[2, 5)", "[3, ...)"]),
         ([2, 5], [[(0, 0, 2), (1, 1, 5)]], None, ["document 1", "[1, 5)", "[0, ...)"]),
-        ([5], [[(0, 0, 5)], [(0, 0, 5)]], None, ["document 0", "[0, 5)", "[5, ...)"]),
         ([5], [[(0, 0, 2), (0, 2, 2), (0, 2, 5)]], None, ["document 0", "[2, 2)"]),
-        ([5], [[(0, 0, 3), (0, 3, 1)]], None, ["document 0", "[3, 1)"]),
-        ([5], [[(0, -1, 5)]], None, ["document 0", "[-1, 5)", "[0, ...)"]),
         ([5], [[(0, 0, 4)]], None, ["document 0 has 5 tokens", "cover 4"]),
-        ([5], [[(0, 0, 6)]], None, ["document 0 has 5 tokens", "cover 6"]),
         ([5, 2], [[(0, 0, 5)]], None, ["document 1 has 2 tokens", "cover 0"]),
-        ([-2], [[]], None, ["document 0 has -2 tokens", "cover 0"]),
         ([5], [[(0, 0, 5)], [(1, 0, 2)]], None, ["segment 1", "document 1", "there are 1"]),
-        ([5], [[(-1, 0, 5)]], None, ["segment 0", "document -1", "there are 1"]),
         ([5], [[(0, 0, 5)]], [4], ["rank 0 has 4 rows for 5 tokens"]),
-        ([5, 3], [[(0, 0, 5)], [(1, 0, 3)]], [9, 2], ["rank 1 has 2 rows for 3 tokens"]),
         ([5], [[(0, 0, 5)]], [5.0], ["rank_rows", "integers", "float64"]),
         ([5.0], [[(0, 0, 5)]], None, ["document_tokens", "integers", "float64"]),
         ([2], [[(0, 0, 2.9)]], None, ["segments", "integers", "float64"]),
@@ -182,18 +156,11 @@ def test_wrong_cu_seqlens_are_refused_by_position_and_values(
         "gap",
         "overlap",
         "beginning missing",
-        "held twice",
         "empty segment",
-        "backward segment",
-        "negative start",
         "end missing",
-        "too long",
         "document missing",
-        "negative document",
         "unknown document",
-        "negative document number",
         "too few rows",
-        "too few rows on the second rank",
         "float rows",
         "float document",
         "float segment",
@@ -228,19 +195,6 @@ def test_segments_that_are_not_divided_among_the_ranks_are_refused(rank_segments
 # --- derived numbers
 
 
-def test_derived_numbers_of_the_drawn_example() -> None:
-    layout = example()
-
-    assert (layout.num_ranks, layout.num_documents, layout.longest_document_tokens) == (2, 3, 8)
-    assert layout.segment_tokens.tolist() == [3, 2, 1, 6]
-    assert layout.segment_rank.tolist() == [0, 0, 1, 1]
-    assert layout.segment_row.tolist() == [0, 3, 0, 1]
-    assert layout.rank_tokens.tolist() == [5, 7]
-    assert padding_rows(layout).tolist() == [1, 0]
-    assert layout.rank_work.tolist() == [(1 + 2 + 3) + (1 + 2), 1 + (3 + 4 + 5 + 6 + 7 + 8)]
-    assert [layout.segments_of(rank) for rank in (0, 1)] == [slice(0, 2), slice(2, 4)]
-
-
 def test_derived_numbers_equal_counting_token_by_token() -> None:
     for seed in range(60):
         layout = random_layout(random.Random(seed), num_ranks=1 + seed % 6)
@@ -268,18 +222,6 @@ def test_layout_without_documents(ranks: int) -> None:
 
     assert layout.longest_document_tokens == 0
     assert layout.rank_tokens.tolist() == layout.rank_work.tolist() == [0] * ranks
-
-
-def test_all_arrays_are_int64_whatever_they_were_made_from() -> None:
-    for layout in (
-        example(),
-        Layout.from_segments(np.array([5], np.int32), [[(0, 0, 5)]], np.array([5], np.int16)),
-        Layout.from_segments([], [[], []]),
-    ):
-        for field in dataclasses.fields(layout):
-            assert field.name in ("stripes", "shared") or getattr(layout, field.name).dtype == np.int64
-        for derived in (layout.segment_row, layout.rank_tokens, padding_rows(layout), layout.rank_work):
-            assert derived.dtype == np.int64
 
 
 @pytest.mark.parametrize("tokens", [2**20, 2**31 - 1])
@@ -367,18 +309,12 @@ def test_stripes_are_kept() -> None:
     ("tokens", "multiple", "most_rows", "rows"),
     [
         ([5, 7], 4, 100, 8),
-        ([8, 7], 4, 100, 8),
         ([9, 1], 4, 100, 12),
         ([5, 7], 1, 100, 7),
-        ([5, 7], 100, 100, 100),
         ([5, 7], 128, 10, 10),
         ([5, 7], 4, 7, 7),
-        ([10, 10], 4, 10, 10),
         ([12, 3], 4, 10, 12),
         ([0, 0], 4, 100, 1),
-        ([0, 3], 4, 100, 4),
-        ([1], 128, 8192, 128),
-        ([129], 128, 8192, 256),
         ([8192], 128, 8192, 8192),
     ],
 )

@@ -49,7 +49,6 @@ def test_distca_is_registered_whichever_package_is_imported_first() -> None:
     orders = {
         "distca_hf first": "import distca_hf\nimport transformers",
         "transformers first": "from transformers import PreTrainedModel\nimport distca_hf",
-        "a user's plugin first": "from distca_hf import DistCAPlugin",
     }
     printed = run_forked(*(order + REGISTERED for order in orders.values()))
 
@@ -60,10 +59,6 @@ def test_distca_is_registered_whichever_package_is_imported_first() -> None:
 def test_public_name_resolves(name: str) -> None:
     assert getattr(distca_hf, name) is not None
     assert name in dir(distca_hf)
-
-
-def test_lazy_names_are_public() -> None:
-    assert set(distca_hf._LAZY) <= set(distca_hf.__all__)
 
 
 def test_every_error_is_public() -> None:
@@ -119,17 +114,6 @@ def test_all_actions_for_one_module_run(module: str) -> None:
     assert sorted(seen) == [1, 2]
 
 
-def test_module_keeps_its_own_loader_and_the_finder_goes(module: str) -> None:
-    finders = len(sys.meta_path)
-    when_imported(module, lambda: None)
-    imported = importlib.import_module(module)
-
-    assert type(imported.__loader__).__name__ == "SourceFileLoader"
-    assert imported.__spec__ is not None
-    assert imported.__spec__.loader is imported.__loader__
-    assert len(sys.meta_path) == finders
-
-
 def test_looking_for_a_module_without_importing_it_does_not_use_the_action_up(module: str) -> None:
     """`importlib.util.find_spec` is how packages ask whether another one is there."""
     seen: list[str] = []
@@ -152,15 +136,3 @@ def test_action_waits_for_an_import_that_succeeds(module: str, tmp_path: Path) -
     importlib.import_module(module)
 
     assert seen == [module]
-
-
-def test_other_modules_are_found_as_ever(module: str) -> None:
-    when_imported(f"{module}_that_is_never_imported", lambda: None)
-
-    assert importlib.import_module(module).ready
-    assert importlib.util.find_spec("no_such_module_anywhere") is None
-
-
-def test_module_that_never_was_is_missing_as_usual() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'distca_hf\.nothing'"):
-        importlib.import_module("distca_hf.nothing")

@@ -587,25 +587,6 @@ def test_packages_that_are_missing_are_named_with_how_to_install_them(
     assert len(textwrap.wrap(message, COLUMNS)) <= LINES
 
 
-def test_attaching_twice_counts_once(make: Make) -> None:
-    """16: the last plugin counts, and each callback is there once."""
-    trainer = attach(attach(make()))
-    kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
-
-    assert (kinds.count("DistCACallback"), kinds.count("LeaveOnSignal")) == (1, 1)
-
-
-def test_attaching_after_a_training_changes_the_next_one(make: Make) -> None:
-    """17."""
-    trainer = make(rows(5, 9, labels=[[3] * 5, [3] * 9]))
-    trainer.train()
-    attach(trainer).train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-
-    assert len(logs) == 2
-    assert all(any(name.startswith("distca/") for name in log) for log in logs)
-
-
 def test_half_precision_on_a_cpu_trains(make: Make) -> None:
     """19."""
     trainer = attach(make(fp16=True))
@@ -614,15 +595,6 @@ def test_half_precision_on_a_cpu_trains(make: Make) -> None:
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert len(losses) == 2
     assert all(math.isfinite(loss) and loss > 0 for loss in losses)
-
-
-def test_steps_are_optimizer_steps_under_accumulation(make: Make) -> None:
-    """22."""
-    trainer = attach(make(max_steps=3, gradient_accumulation_steps=2))
-    trainer.train()
-
-    assert trainer.state.global_step == 3
-    assert trainer.state.epoch == pytest.approx(3 / math.floor(len(trainer.get_train_dataloader()) / 2))
 
 
 def test_all_errors_can_be_imported_from_the_package() -> None:

@@ -1,7 +1,6 @@
 """Parallel context: settings, the ranks that follow them, and their transports; the plugin is its face for users."""
 
 import copy
-import dataclasses
 import pickle
 from collections.abc import Callable, Sequence
 
@@ -18,7 +17,7 @@ from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import Debug
 from distca_hf.errors import ConfigError, PlanError, StoreLostError
-from distca_hf.parallel_context import ParallelContext, job_size
+from distca_hf.parallel_context import ParallelContext
 from distca_hf.plugin import DistCAPlugin
 from support.data import random_dataset
 from support.fake_job import fake_job
@@ -32,14 +31,6 @@ CPU = torch.device("cpu")
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def test_replaced_plugin_has_connections_of_its_own() -> None:
-    plugin = DistCAPlugin(tokens_per_rank=4096)
-    other = dataclasses.replace(plugin, tokens_per_rank=64)
-
-    assert (plugin.tokens_per_rank, other.tokens_per_rank) == (4096, 64)
-    assert other.transport(CPU) is not plugin.transport(CPU)
 
 
 def test_one_transport_is_opened_for_each_device() -> None:
@@ -119,21 +110,6 @@ def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.Mo
 
 def test_exchanges_are_checked_if_that_is_asked_for() -> None:
     assert isinstance(ParallelContext(debug=Debug(check_exchanges=True)).transport(CPU), CheckedTransport)
-
-
-def test_one_process_is_one_rank_in_all_scopes_and_roles() -> None:
-    members = ParallelContext().members
-    everybody = [
-        members.job,
-        members.group,
-        members.row_ranks,
-        members.layer_ranks,
-        members.token_ranks,
-        members.compute_ranks,
-    ]
-
-    assert all(list(ranks) == [0] for ranks in everybody)
-    assert (members.grid.number, members.are_the_job, job_size()) == (0, True, 1)
 
 
 # --- ranks of a node

@@ -51,14 +51,12 @@ BAD_FILES = {
     "zero.json": (text("[5, 0, 7, 0]"), "document 1 has 0 tokens (and 1 more like it)"),
     "negative.json": (text("[5, -3]"), "document 1 has -3 tokens; a document has 1"),
     "fraction.json": (text("[5, 2.0]"), "entry 1 is 2.0, not a whole number"),
-    "exponent.json": (text("[1e3]"), "entry 0 is 1000.0, not a whole number"),
     "truth.json": (text("[5, true]"), "entry 1 is true"),
     "words.json": (text('[5, "six"]'), "entry 1 is a text of 3 characters"),
     "nothing.json": (text("[5, null]"), "entry 1 is null"),
     "nan.json": (text("[5, NaN]"), "entry 1 is NaN"),
     "long.json": (text(f"[5, {2**31}]"), "document 1 has 2147483648 tokens"),
     "absurd.json": (text(f"[5, {10**40}]"), "entry 1 is 10000000000000000000..., far more"),
-    "nested.json": (text("[[5], [6]]"), "entry 0 is a list"),
     "object.json": (text('{"length": [5]}'), "column length: row 0 is a list, not a whole number"),
     "number.json": (text("5"), "must hold a flat list of whole numbers, not 5"),
     "none.json": (text("[]"), "has no documents"),
@@ -70,7 +68,6 @@ BAD_FILES = {
     "short.json.gz": (lambda path: path.write_bytes(gzip.compress(b"[5]" * 99)[:-9]), "cannot be read"),
     "words.txt": (text("5 6"), 'number 0 is "5 6", not a whole number'),
     "late.txt": (text("5\n\n6\nseven\n"), 'number 2 is "seven"'),
-    "fraction.txt": (text("5.0"), 'number 0 is "5.0"'),
     "absurd.txt": (text("9" * 100_000), "number 0 is 10000000000000000000..., far more"),
     "empty.txt": (text("\n"), "has no documents"),
     "binary.txt": (lambda path: path.write_bytes(bytes(range(256))), "cannot be read"),
@@ -81,9 +78,7 @@ BAD_FILES = {
     "two.csv": (text("length,num_tokens\n5,6\n"), "in row 0 length is 5 and num_tokens 6; keep one"),
     "twice.csv": (text("length,length\n5,6\n"), "has 2 columns length; keep one of them"),
     "tokens.csv": (text('id,input_ids\na,"[1, 2]"\n'), "no column of lengths"),
-    "semicolons.csv": (text("id;length\na;5\n"), "its columns: id;length"),
     "empty.csv": (text(""), "has no documents"),
-    "header.csv": (text("length\n"), "has no documents"),
     "zeros.csv": (lambda path: path.write_bytes(bytes(100)), "zeros.csv"),
     "words.docx": (text("5 6"), "must end in .json, .jsonl, .csv, .tsv, .txt, .parquet, .arrow, .npy, or be a folder"),
     "broken.jsonl": (text('{"length": 5}\n{"length": '), "line 2 is not JSON"),
@@ -94,11 +89,9 @@ BAD_FILES = {
     "tokens.jsonl": (text('{"input_ids": 5}'), "row 0 is 5, not a list of tokens"),
     "empty.jsonl": (text("\n\n"), "has no documents"),
     "unnamed.parquet": (table(size=[5]), "no column of lengths"),
-    "two.parquet": (table(num_tokens=[5], lengths=[6]), "in row 0 lengths is 6 and num_tokens 5; keep one"),
     "floats.npy": (lambda path: np.save(path, [5.0]), "not an array of float64"),
     "square.npy": (lambda path: np.save(path, [[5]]), "with shape (1, 1)"),
     "objects.npy": (lambda path: np.save(path, np.array([[5], None], dtype=object)), "cannot be read"),
-    "half.txt": (text("5.500000000000000000e+00\n"), 'number 0 is "5.5000'),
     "fraction.parquet": (table(length=[5.0]), "column length has double, not whole numbers"),
     "missing.parquet": (table(length=[5, None]), "column length: row 1 is empty"),
     "lists.parquet": (table(length=[[5]]), "has lists, not whole numbers"),
@@ -256,12 +249,6 @@ def test_documents_that_training_refuses(good: Path) -> None:
     ):
         (good.parent / "config.json").write_text(json.dumps(config))
         assert words in refusal(good, tokens_per_rank=tokens_per_rank, model=good.parent / "config.json")
-
-
-def test_every_document_must_fit_not_only_those_that_are_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.json"
-    path.write_text(json.dumps([*[100] * 500, 2001, 2500, *[100] * 500]))
-    assert "a document of 2500 tokens (and 1 more like it) does not fit" in refusal(path)
 
 
 def test_a_batch_that_does_not_fit(good: Path) -> None:

@@ -154,7 +154,6 @@ def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:
 @pytest.mark.parametrize(
     ("micro_steps", "compare", "cluster", "pipeline"),
     [
-        (1, False, "h200", None),
         (3, False, "h100", None),
         (3, True, "h200", None),
         (2, False, "h200", Pipeline(2, 2)),

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from distca_hf.analysis import memory
 from distca_hf.analysis.decoder_size import DecoderSize, LayerSize
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import CHANGES, RankLoad, Room, advice
@@ -67,12 +66,6 @@ def test_pinned_memory_is_rounded_up_piece_by_piece() -> None:
     assert of(OFFLOADED, tokens).host_kept == 32 * (2 * (PIECE_BYTES + 2**24) + 2**21)
 
 
-def test_pieces_are_those_of_training() -> None:
-    from distca_hf.integrations import offload
-
-    assert offload.PIECE_BYTES == memory.PIECE_BYTES
-
-
 def test_state_on_the_host_takes_16_bytes_of_a_weight_and_what_pinning_adds() -> None:
     """Parts of eight ranks: those of MLPs are 29.4 MB and take 2^25 bytes, of attention exactly 2^23 and 2^21, of
     embedding and head 263 MB and take 2^28."""
@@ -123,22 +116,6 @@ def test_in_tiles_attention_grows_with_the_heads() -> None:
     unchecked = TrainingSetup(8, checkpointing="none", liger=True)
     kept, in_tiles = (of(replace(unchecked, attention_kv_heads=heads), 16_384) for heads in (0, 2))
     assert kept.kept - in_tiles.kept == 32 * 2 * numbers * 16_384
-
-
-def test_outputs_of_tiles_are_pinned_one_by_one() -> None:
-    """Outputs of two of eight KV heads and their queries, 10.2 MB, and log-sum-exps, 160 KB."""
-    found = of(replace(OFFLOADED, attention_kv_heads=2), 5_000).host_kept
-    assert found == 32 * (2**26 + 4 * (2**24 + 2**18))
-
-
-def test_a_model_cut_to_some_layers_on_one_gpu() -> None:
-    size = size_of("llama3-8b", layers=4)
-    assert size.parameters == ROOT + 4 * LAYER
-    setup = replace(OFFLOADED, num_ranks=1)
-
-    assert of(setup, size=size).host_kept == of(OFFLOADED).host_kept // 8
-    assert of(setup, size=size).kept == of(OFFLOADED).kept
-    assert of(setup, size=size_of("llama3-8b", layers=1)).kept == of(OFFLOADED).kept // 2
 
 
 def test_norms_of_queries_and_keys_are_counted_wherever_a_model_comes_from(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.row_moves import RowMoves, results_between
 from distca_hf.prefixes import SharedPrefixes
 from distca_hf.testing import LoopbackTransport, run_ranks
+from support.thorough import is_thorough
 
 
 LLAMA = SimulatedModel.of(preset("llama3-8b"))
@@ -136,7 +137,7 @@ def trees_of(rng: np.random.Generator, number: int, prompt: int = 1088) -> tuple
 
 
 @pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID, WHOLE], ids=["full", "windows", "hybrid", "whole"])
-@pytest.mark.parametrize("drawn", [groups_of, trees_of])
+@pytest.mark.parametrize("drawn", [groups_of, trees_of] if is_thorough() else [trees_of])
 def test_shared_prefixes_are_those_of_training(
     drawn: Callable[..., tuple[np.ndarray, Groups]], model: SimulatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,14 +76,6 @@ def test_the_first_step_is_shaped_as_in_training(some: Path) -> None:
     assert without["estimates"] is not None
 
 
-def test_the_example_of_the_help_works() -> None:
-    shown = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
-    (example,) = re.findall(r"With and without a pipeline: distca (.*)", shown)
-    ran = CliRunner().invoke(app, [*example.split(), "--json"])
-
-    assert json.loads(ran.stdout)["pipeline"]["gpus"] == 32
-
-
 def test_a_model_of_unknown_size_has_no_estimates(some: Path, tmp_path: Path) -> None:
     config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -76,29 +76,10 @@ def test_every_kind_of_layers_has_its_own_seconds() -> None:
     assert attention(trace_of(*kinds)) == pytest.approx(5 * of_window + sum(square(8192)))
 
 
-def test_window_as_long_as_all_documents_is_none() -> None:
-    kind = LayersTrace(200_000, LAYERS, ((8192, 0, 0),))
-
-    assert attention(trace_of(kind)) == pytest.approx(LAYERS * sum(square(8192)))
-
-
 def test_layers_that_attend_inside_of_chunks_compute_squares_of_a_chunk() -> None:
     kind = LayersTrace(2048, LAYERS, ((8192, 0, 0),), chunked=True)
 
     assert attention(trace_of(kind)) == pytest.approx(LAYERS * 4 * sum(square(2048)))
-
-
-def test_heads_of_a_kind_are_its_own() -> None:
-    """Half as many heads in layers with a window."""
-    model = llama_layers(2)
-    narrow = HeadSizes(1024, 16, 8, 128, 128, 8)
-    kinds = LayersTrace(1024, 1, ((8192, 0, 0),)), LayersTrace(0, 1, ())
-    wide, half = (
-        attention(trace_of(*kinds, model=replace(model, heads=heads)))
-        for heads in (model.heads, (narrow, *model.heads))
-    )
-
-    assert wide == pytest.approx(2 * half)  # type: ignore[operator]
 
 
 def test_tasks_that_were_not_known_predict_nothing() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.report import figures as small_enough
 from distca_hf.analysis.report import run_folder
 from distca_hf.analysis.report.estimates import Predictor
 from distca_hf.analysis.report.figures import CallOfRanks, Seconds, chosen_calls, fitted
@@ -36,7 +35,7 @@ def report(source: Path, *options: str) -> Any:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     lengths = tmp_path_factory.mktemp("lengths") / "lengths.json"
-    lengths.write_text(json.dumps([3000, 12000, 90000, 500] * 40))
+    lengths.write_text(json.dumps([3000, 12000, 90000, 500] * 8))
     options = ["--gpus", "4", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
     planned = CliRunner().invoke(app, ["plan", str(lengths), *options])
     assert planned.exit_code == 0, planned.output
@@ -126,31 +125,6 @@ def test_missing_ranks_are_named_and_their_bytes_come_from_the_others(tmp_path: 
     assert "Traces of rank 2 are missing." in step["findings"]
 
 
-def test_traces_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=2)
-    earlier = replace(made_trace(2, 3), written=1.0, fingerprint="old")
-    (tmp_path / file_name(2)).write_text(earlier.line() + "\n")
-    found = report(tmp_path)
-
-    assert len(found["steps"][0]["work"]) == 2
-    assert found["notes"] == [
-        "1 traces of an earlier run in the same folder, or of steps that ran again, are left out."
-    ]
-
-
-def test_later_steps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=4, steps=3)
-    for rank in range(2):
-        later = replace(made_trace(rank, 2, step=50), written=2.0e9)
-        (tmp_path / file_name(rank)).write_text(later.line() + "\n")
-    found = report(tmp_path)
-
-    assert [step["label"].split(",")[0] for step in found["steps"]] == ["step 50"]
-    assert found["notes"] == [
-        "6 traces of an earlier run in the same folder, or of steps that ran again, are left out."
-    ]
-
-
 def test_micro_batches_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     """The earlier run had more ranks, stages, and more micro-batches in a step."""
     for rank in range(4):
@@ -169,7 +143,7 @@ def test_micro_batches_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("left", [1, 20, 46, 300])
+@pytest.mark.parametrize("left", [1, 300])
 @pytest.mark.parametrize("before", [0, 1])
 def test_last_line_is_left_out_wherever_it_is_cut(left: int, before: int, tmp_path: Path) -> None:
     """A run that is killed while it writes: after a few bytes, or in its first reported step."""
@@ -180,15 +154,6 @@ def test_last_line_is_left_out_wherever_it_is_cut(left: int, before: int, tmp_pa
 
     assert [step["missing"] for step in found["steps"]] == [[]] * before + [[1]]
     assert "The last line of rank-00001.jsonl is cut off" in found["notes"][1]
-
-
-def test_last_line_that_is_cut_off_and_nested_is_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=1)
-    begun = made_trace(0, 1, 200).line().partition('"micro_batch"')[0]
-    with (tmp_path / file_name(0)).open("a") as file:
-        file.write(f'{begun}"calls":' + "[" * 100_000)
-
-    assert "The last line of rank-00000.jsonl is cut off" in report(tmp_path)["notes"][0]
 
 
 def test_of_many_micro_batches_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,16 +202,6 @@ def test_servers_are_rows_behind_the_trainers(tmp_path: Path) -> None:
     assert idlest.startswith("Server 0 computes and sends for ")
     assert found["summary"][-2] == "Trainers wait for server 3 in 1 of them."
     assert found["summary"][-1].startswith("Attention servers compute and send for ")
-
-
-def test_trainers_wait_for_a_server_as_long_as_it_computes_longer(tmp_path: Path) -> None:
-    """In forward it does so for 950 microseconds in either layer, in backward for 2375; each trainer waits for 600 and
-    1500 there, and no longer for it."""
-    write_served_run(tmp_path)
-    seconds = report(tmp_path)["steps"][0]["seconds"]
-
-    assert seconds["waiting_for_servers"] == pytest.approx(seconds["waiting"][:2])
-    assert seconds["waiting_for_servers"][0] == pytest.approx(2 * (600 + 1500) / 1e6)
 
 
 def test_missing_server_is_named_and_harms_nothing(tmp_path: Path) -> None:
@@ -299,12 +254,12 @@ def test_ranks_are_summed_by_node_and_servers_are_not(tmp_path: Path) -> None:
 
 
 def test_large_run_becomes_a_small_page(tmp_path: Path) -> None:
-    """512 ranks, of which the matrix is by node; and many steps, of which some are shown."""
-    write_run(tmp_path / "wide", ranks=512, layers=1)
+    """256 ranks, of which the matrix is by node; and many steps, of which some are shown."""
+    write_run(tmp_path / "wide", ranks=256, layers=1)
     wide = read_folder(tmp_path / "wide")
     (step,) = wide.steps
-    assert step.nodes_sent == 64
-    assert max(max(source, to) for source, to, _ in step.sent) == 63
+    assert step.nodes_sent == 32
+    assert max(max(source, to) for source, to, _ in step.sent) == 31
     assert {len(call.ranks) for call in step.calls} == {48}
     many = replace(wide, steps=[step] * 400, begin_with=399)
     small = fitted(many)
@@ -313,14 +268,6 @@ def test_large_run_becomes_a_small_page(tmp_path: Path) -> None:
     assert 5 < len(small.steps) < 400
     assert small.begin_with == len(small.steps) - 1
     assert f"{len(small.steps)} of 400 micro-batches are shown" in small.notes[0]
-
-
-def test_of_too_many_traces_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "MOST_TRACES", 6)
-    found = report(write_run(tmp_path, ranks=2, steps=9))
-
-    assert [step["label"].split(",")[0] for step in found["steps"]] == ["step 100", "step 500", "step 900"]
-    assert "3 of 9 reported steps are read" in found["notes"][0]
 
 
 def test_traces_of_one_step_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,14 +363,6 @@ def test_report_opens_on_the_step_that_shows_something_and_the_command_names_it(
     assert lines[4] == "step 200, micro-batch 199:"
     assert "Others wait for rank 1: rank" in printed
     assert "step 300" not in printed
-
-
-def test_page_keeps_the_step_that_it_opens_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_enough, "MOST_STEPS", 3)
-    small = fitted(read_folder(write_run_that_waits_once(tmp_path, steps=20, slow_step=7)))
-
-    assert [step.label.split(",")[0] for step in small.steps] == ["step 100", "step 700", "step 2000"]
-    assert (small.begin_with, len(small.steps[1].calls) > 0) == (1, True)
 
 
 def test_plan_opens_on_its_least_even_micro_step(plan: dict[str, Any], tmp_path: Path) -> None:

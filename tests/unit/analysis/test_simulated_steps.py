@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.profiles.curves import Notes
@@ -22,7 +21,6 @@ from distca_hf.analysis.simulate.result import make_result
 from distca_hf.analysis.simulate.simulation import Simulation, run_steps
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
-from distca_hf.analysis.training_setup import GIB, TrainingSetup
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, PackingError
@@ -85,19 +83,6 @@ def test_rows_come_later_where_weights_are_gathered_meanwhile() -> None:
     assert [alone.forward[0], shared.forward[0], throughout.forward[0]] == [6.0 + 4.0, 8.0 + 4.0, 12.0 + 4.0]
     assert alone.recomputed == shared.recomputed  # rows are there
     assert alone.sent == shared.sent == throughout.sent
-
-
-def test_rows_wait_for_the_weights_that_ranks_gather() -> None:
-    """Ranks that gather over a few of them, as replicas and trainers beside servers do, say how long it takes."""
-    costs = costs_of()
-    cluster = Cluster(PROFILE, 2, 1, costs.notes)
-    plan = plan_in_place(Layout.from_segments([8000], [[(0, 0, 4000)], [(0, 4000, 8000)]]), 8)
-    over_all = cluster.all_gather(costs.layer_weight_bytes)
-    by_default, same, none = (
-        ours(costs, cluster, plan, 1, True, gather_seconds=seconds).attention[0].forward[1]
-        for seconds in (None, over_all, 0.0)
-    )
-    assert by_default == same > none
 
 
 def test_results_of_queries_that_move_leave_beside_late_calls() -> None:
@@ -173,15 +158,6 @@ def test_layers_with_windows_exchange_the_keys_before_each_part() -> None:
     assert attention.forward == pytest.approx(whole.forward, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("key_value_heads", "ranks", "groups"), [(8, 1, 8), (8, 4, 2), (16, 2, 8), (32, 4, 8), (8, 16, 1)]
-)
-def test_tensor_ranks_divide_their_own_heads(key_value_heads: int, ranks: int, groups: int) -> None:
-    wide = SimulatedModel.of(llama_shape("wide", (64, key_value_heads, 128), (32, 4096, 14_336, 128_256)))
-
-    assert costs_of(wide, tensor_ranks=ranks).head_groups == groups
-
-
 def test_a_task_is_a_square_and_a_prefix() -> None:
     costs, full = costs_of(), PROFILE.attention[0]
     at, row, column = (
@@ -197,17 +173,6 @@ def test_a_task_is_a_square_and_a_prefix() -> None:
     wide = SimulatedModel.of(llama_shape("wide", (64, 16, 128), (32, 4096, 14_336, 128_256)))
     assert costs_of(wide).attention(array(2048), array(8192)).forward == pytest.approx(2 * seconds.forward)
     assert costs_of(tensor_ranks=2).attention(array(2048), array(8192)).forward == pytest.approx(seconds.forward / 2)
-
-
-def test_a_group_of_heads_is_part_of_a_tensor_rank() -> None:
-    """Of 8 KV heads two tensor ranks have four groups each: a group of theirs is as large as one of eight."""
-    queries, keys = array(65_536), array(65_536)
-    alone, of_two = (costs_of(tensor_ranks=ranks).rectangle(queries, keys, group=True) for ranks in (1, 2))
-    whole = costs_of(tensor_ranks=2).rectangle(queries, keys)
-
-    assert (costs_of().head_groups, costs_of(tensor_ranks=2).head_groups) == (8, 4)
-    assert of_two.forward == pytest.approx(alone.forward)
-    assert 4 * of_two.forward == pytest.approx(whole.forward, rel=0.1)
 
 
 def test_windows_cost_their_pairs() -> None:
@@ -259,23 +224,6 @@ def test_bytes_that_go_one_way_are_sent_at_the_rate_of_one_way() -> None:
     both = seconds_of(half, half)
     assert seconds_of(half, whole) == pytest.approx(links.exchange[-1] / 2 + both / 2, rel=1e-3)
     assert seconds_of(nothing, nothing) == 0.0
-
-
-def test_a_disturbed_time_of_a_small_exchange_slows_no_larger_one() -> None:
-    """A second for half a megabyte: what goes both ways takes as long as without it, from the next size on."""
-    links = PROFILE.between_nodes
-    assert links is not None
-    disturbed = replace(links, exchange=(links.exchange[0], 1.0, *links.exchange[2:]))
-    sizes, nothing = np.array(links.num_bytes), WireBytes.both_ways(np.zeros(len(links.num_bytes)))
-
-    seconds, as_measured = (
-        Cluster(replace(PROFILE, between_nodes=each), len(sizes), 1, Notes()).exchange(
-            nothing, WireBytes.both_ways(sizes)
-        )
-        for each in (disturbed, links)
-    )
-    assert seconds[2:] == pytest.approx(as_measured[2:])
-    assert seconds[1] == pytest.approx(links.exchange[2])
 
 
 @pytest.mark.parametrize("factors", [(0.5, 1, 0.5, 1, 0.5, 1), (2,) * 6, (3, 0.5, 3, 0.5, 3, 0.5)])
@@ -351,30 +299,6 @@ def test_collectives_delay_exchanges_that_kernels_wait_for() -> None:
     assert before < gather
     assert shared[0] - alone[0] == pytest.approx((1 - beside) * (gather - before))
     assert shared[1] - alone[1] == pytest.approx((1 - beside) * (gather + reduce - share * layer.kept.max()))
-
-
-def test_collectives_delay_the_exchange_of_ranks_with_few_tokens_for_longer() -> None:
-    """Two groups of two ranks share attention. The second one has few tokens, so that its exchange begins when all
-    weights are still to be gathered, and much attention, so that the layer ends with it."""
-    training = training_of(4)
-    tokens = np.array([65_536, 65_536, 128, 128])
-    kernels = Passes(array(1e-3, 1e-3, 1.0, 1.0), array(3e-3, 3e-3, 3.0, 3.0))
-    layer, size = training.costs.layer(tokens), training.costs.layer_weight_bytes
-    gather, reduce = training.gather_seconds(size), training.reduce_seconds(size)
-    share, beside = training.costs.share_before_attention, training.cluster.products_beside
-    waits = np.full(4, 10 * (gather + reduce))
-    forward, backward = training.layers_seconds(Load(tokens, [waited_for(kernels, 1, waits, waits)]))
-
-    assert share * layer.forward[0] > gather > 10 * share * layer.forward[2]
-    shared = gather - share * layer.forward[2]
-    assert forward == pytest.approx(layer.forward[2] + 1.0 + waits[2] + shared + beside * (gather - shared))
-    shared = gather + reduce - share * layer.kept[2]
-    own = layer.kept[2] + layer.backward[2] + 1.0 + 3.0 + 2 * waits[2]
-    assert backward == pytest.approx(own + shared + beside * (gather + reduce - shared))
-
-
-def test_queries_keys_and_values_come_from_an_eighth_of_an_8b_layer() -> None:
-    assert costs_of().share_before_attention == pytest.approx(0.115, abs=0.005)
 
 
 def test_links_that_were_not_measured_are_refused() -> None:
@@ -478,19 +402,6 @@ def simulate(lengths: list[int], **options: object) -> tuple[Simulation, dict[st
     simulation, done = run_steps(request, PROFILE, steps)
     result = make_result(simulation, steps, done, 1e9)
     return simulation, {way.key: way.step_seconds for way in result.ways}, result.in_short()
-
-
-def test_weights_are_divided_between_trainers_alone() -> None:
-    """Of eight GPUs one serves: seven hold weights."""
-    request = SimulationRequest(MODEL, 8, 65_536, None, batches=1)
-    steps = request.steps(np.array(MIXED))
-    simulation, done = run_steps(request, PROFILE, steps)
-    served = next(way for way in make_result(simulation, steps, done, 1e9).ways if way.key == "servers")
-
-    size = MODEL.size.decoder(MODEL.heads)
-    setup = TrainingSetup(7, "fsdp2", "saved", False, kv_budget_bytes=request.planner.config.kv_budget_gib * GIB)
-    memory = estimate_memory(size, setup, served.most_tokens, served.received_bytes)
-    assert served.memory_bytes == memory.total
 
 
 def test_a_long_document_among_short_ones_is_worth_it() -> None:
@@ -627,14 +538,3 @@ def test_documents_that_do_not_fit_are_refused() -> None:
         simulate([200_000, *[2048] * 64], tokens_per_rank=16_384)
     with pytest.raises(PackingError, match="fill 1 of 4 micro-steps"):
         simulate([2048] * 16, accumulation=4)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(1, 9))
-def test_groups_are_filled_in_order(documents: list[int], num_groups: int) -> None:
-    groups = ways.fill_groups(np.array(documents), num_groups)
-    tokens = [int(group.sum()) for group in groups]
-    assert sum(tokens) == sum(documents)
-    assert max(tokens) - min(tokens) <= 1
-    ends = set(np.cumsum(documents).tolist())
-    assert ends <= set(np.cumsum([length for group in groups for length in group]).tolist())

@@ -16,7 +16,7 @@ from distca_hf.batches.given import LEARNT, GivenPlanner
 from distca_hf.batches.read_documents import ENTRY, Batch, DocumentReader, Reading, take_reading
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PeerLostError
-from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, hashes_of, num_hashes
+from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, num_hashes
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.testing import LoopbackTransport, run_ranks
@@ -61,20 +61,6 @@ def count_gathers(transport: LoopbackTransport) -> list[str]:
     return places
 
 
-def test_documents_have_equal_hashes_as_far_as_they_are_equal() -> None:
-    lengths = LEAST + np.array([0, 1, 3 * BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS, 6 * BLOCK_TOKENS + 5])
-    documents = [words(length, 7).numpy().copy() for length in lengths]
-    documents[3][LEAST + BLOCK_TOKENS] += 1
-    hashes = hashes_of(np.concatenate(documents), lengths, LEAST)
-    counts = num_hashes(lengths, LEAST)
-
-    assert counts.tolist() == [0, 1, 4, 4, 7]
-    of_documents = np.split(hashes, np.cumsum(counts)[:-1])
-    equal = (of_documents[2] == of_documents[3]).tolist()
-    assert equal == [True, True, False, False]
-    assert hashes.all()
-
-
 @pytest.mark.parametrize(
     ("batch", "alike"),
     [
@@ -105,30 +91,6 @@ def test_ranks_gather_all_hashes_only_if_documents_begin_alike() -> None:
         return [len(places)]
 
     assert run_ranks(2, run) == [[3], [3]]
-
-
-def test_hashes_of_all_batches_and_ranks_come_to_their_documents() -> None:
-    batches = [
-        [padded(*answered(5), words(200, 3), *answered(150, seed=9)), padded(words(130, 4), *answered(6, 7))],
-        [padded(words(7, 5), *answered(80)), padded(words(300, 6))],
-    ]
-    known = [[READER.read(batch) for batch in of_rank] for of_rank in batches]
-
-    def run(transport: LoopbackTransport) -> list[list[list[int]]]:
-        gather = DocumentGather(transport, len(known[0]), lambda: known[transport.rank], 6, LEAST, "documents")
-        return [[of_document.tolist() for of_document in batch.hashes] for batch in gather.wait()]
-
-    first, second = run_ranks(2, run)
-    assert first == second
-    for batch, hashes in enumerate(first):
-        expected = []
-        for of_rank in known:
-            read = of_rank[batch]
-            assert read.hashes is not None
-            counts = num_hashes(read.known_lengths, LEAST)
-            expected += [one.tolist() for one in np.split(read.hashes, np.cumsum(counts)[:-1])]
-        beginnings = [one[0] for one in expected if one]
-        assert hashes == [one if one and beginnings.count(one[0]) > 1 else [] for one in expected]
 
 
 def attend(plan: LivePlan | None) -> None:

@@ -58,10 +58,6 @@ def test_documents_are_found(given: dict[str, Any], lengths: list[int]) -> None:
     assert document_lengths(batch(**given)).tolist() == lengths
 
 
-def test_embeddings_are_tokens_too() -> None:
-    assert document_lengths({"inputs_embeds": torch.zeros(1, 10, 4), "position_ids": POSITIONS}).tolist() == [4, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("positions", "told"),
     [

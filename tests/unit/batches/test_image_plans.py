@@ -46,15 +46,6 @@ def batch_of(*sides: int) -> dict[str, Any]:
     return batch | {"pixel_values": torch.ones(int(grid.prod(1).sum()), 6), "image_grid_thw": grid}
 
 
-@pytest.mark.parametrize("images", [NO_IMAGES, of([1, 2, 3], [2, 4, 4], num_images=1)])
-def test_gathered_numbers_tell_the_images(images: BatchImages) -> None:
-    found = BatchImages.of_numbers(images.numbers)
-
-    assert (found.num_images, found.form) == (images.num_images, images.form)
-    assert found.sizes.tolist() == images.sizes.tolist()
-    assert len(NO_IMAGES.numbers) == 0
-
-
 def test_plans_of_two_ranks_fit_together() -> None:
     images = [of([1, 4, 4], [1, 4, 4], [1, 2, 2]), of([1, 2, 2])]
     plans = [ImagePlanner(COST, 1, False, rank).plan(images, False) for rank in (0, 1)]

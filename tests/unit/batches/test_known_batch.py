@@ -226,14 +226,6 @@ def test_of_a_pack_the_latest_entries_count() -> None:
     assert known_batch(given).missing(given, MODEL)["position_ids"].max() == 5
 
 
-def test_offsets_tell_documents_too() -> None:
-    batch = {"input_ids": torch.arange(12)[None], "cu_seq_lens_q": torch.tensor([0, 3, 12]), "max_length_q": 9}
-    note_batch(batch)
-    given = {"input_ids": batch["input_ids"]}
-
-    assert known_batch(given).missing(given, MODEL) == {key: batch[key] for key in ("cu_seq_lens_q", "max_length_q")}
-
-
 def test_batches_without_anything_that_tells_documents_are_not_noted() -> None:
     ids = torch.arange(8).view(2, 4)
     for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {"labels": ids}, {}):

@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.preview import PlacedData
-from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import LayerMasks, Mask, imbalance
 from distca_hf.data.epochs import EpochPacker
@@ -19,7 +17,6 @@ from distca_hf.integrations.models.planner import step_flops
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds, imbalance_of_layers
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.telemetry import LoaderTimes
 from support.readings import READING
 
 
@@ -78,40 +75,11 @@ def test_log_has_the_balance_of_both_kinds() -> None:
     assert full.imbalance < facts.imbalance < window.imbalance
 
 
-def test_windows_of_two_lengths_are_one_figure() -> None:
-    facts = facts_of(((Mask(), 1), (Mask(8), 3), (Mask(32), 1)))
-    kinds = {kind.window_tokens: kind for kind, _ in facts.kinds}
-    weights = {tokens: sum(kinds[tokens].work) * layers for tokens, layers in ((8, 3), (32, 1))}
-    mean = sum(weights[tokens] * kinds[tokens].imbalance for tokens in weights) / sum(weights.values())
-
-    assert PlanTotals().plus(facts).imbalance_window == pytest.approx(mean)
-
-
 @pytest.mark.parametrize("masks", [((Mask(), 4),), ((Mask(WINDOW), 4),)])
 def test_one_kind_of_layers_has_no_figures_of_its_own(masks: LayerMasks) -> None:
     metrics = replace(READING, totals=PlanTotals().plus(facts_of(masks))).all(0)
 
     assert not {"distca/imbalance_full", "distca/imbalance_window"} & metrics.keys()
-
-
-class Source:
-    """Where plans would come from."""
-
-    def __init__(self) -> None:
-        self.totals, self.times = PlanTotals(), LoaderTimes()
-
-
-def test_a_reading_counts_mixed_micro_batches_since_the_one_before() -> None:
-    source = Source()
-    meter = Meter(LocalTransport(), torch.device("cpu"), None)
-    facts = facts_of(((Mask(), 1), (Mask(WINDOW), 5)))
-    source.totals = source.totals.plus(facts)
-    meter.begin(source)
-    source.totals = source.totals.plus(facts)
-    reading = meter.read(source, 1, None)
-
-    assert reading is not None
-    assert reading.totals.mixed_micro_batches == 1
 
 
 def test_preview_counts_the_masks_of_the_model() -> None:

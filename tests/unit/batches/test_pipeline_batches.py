@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.grid import Grid
 from distca_hf.config import DistCAConfig
-from distca_hf.data.epochs import EpochPacker
 from support.data import random_dataset
 
 
@@ -57,22 +56,7 @@ def test_an_epoch_has_whole_steps_of_equal_rows_and_every_document_once(pipeline
     assert all((batch["attention_mask"] == 1).any() for batch in batches)
 
 
-def test_steps_keep_their_documents_and_divide_them_by_work() -> None:
-    loader = loader_of(Pipeline(2), micro_steps=4)
-    lengths = np.array([len(row) for row in DATASET["input_ids"]])
-    packed = EpochPacker(lengths, TOKENS, seed=3, multiple=4).epoch(0)
-    shaped, as_packed = [], []
-    for first in range(0, len(loader), 4):
-        ours = [[len(one.input_ids) for one in loader.documents(0, first + at)] for at in range(4)]
-        theirs = [lengths[packed.micro_batch(first + at)].tolist() for at in range(4)]
-        assert Counter(chain(*ours)) == Counter(chain(*theirs))
-        shaped.append([sum(tokens**2 for tokens in batch) for batch in ours])
-        as_packed.append([sum(tokens**2 for tokens in batch) for batch in theirs])
-
-    assert np.max(shaped, axis=1).sum() < np.max(as_packed, axis=1).sum()
-
-
-@pytest.mark.parametrize("taken", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("taken", [1, 3, 4])
 @pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(2, 2)], ids=str)
 def test_a_position_in_the_midst_of_a_step_goes_on_bit_equal(pipeline: Pipeline, taken: int) -> None:
     whole = list(loader_of(pipeline))

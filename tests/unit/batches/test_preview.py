@@ -50,12 +50,6 @@ def test_work_of_a_step_counts_tokens_and_the_head_where_batches_are_given() -> 
     )
 
 
-def test_share_and_speed_up_are_left_out_where_the_model_is_not_known() -> None:
-    assert second_line(TWO, None, 4, "seen") == (
-        "attention work of the busiest rank 2.50 -> 1.00 times the mean (seen)"
-    )
-
-
 def test_one_rank_has_nothing_to_balance() -> None:
     assert second_line(TWO, None, 1, "seen") == "one rank: there is nothing to balance (seen)"
 
@@ -68,12 +62,6 @@ def test_servers_take_a_part_of_the_time_of_attention() -> None:
     assert second_line(SERVED, COST, 3, "seen") == (
         "attention time of the busiest rank 2.50 -> 0.75 times the mean of the trainers; attention is about 70% of a "
         "step; steps should be 2.91 times as fast as packed in order (seen)"
-    )
-
-
-def test_one_trainer_has_servers_to_share_with() -> None:
-    assert second_line(replace(SERVED, speeds=(1.0, 1.0)), None, 1, "seen") == (
-        "attention time of the busiest rank 2.50 -> 0.50 times the mean of the trainers (seen)"
     )
 
 
@@ -145,8 +133,8 @@ def test_preview_of_a_short_epoch_is_what_will_be_trained(micro_steps: int, firs
     np.testing.assert_allclose(data.preview.imbalance, np.mean(after))
 
 
-@pytest.mark.parametrize("micro_steps", [1, 3])
-def test_preview_of_a_long_epoch_looks_all_over_it(micro_steps: int) -> None:
+def test_preview_of_a_long_epoch_looks_all_over_it() -> None:
+    micro_steps = 3
     data = data_of(2500, micro_steps)
     trained = range(data.per_epoch)
     lengths = [data.document_tokens[data.micro_batches.micro_batch(index)] for index in trained]
@@ -239,16 +227,6 @@ def test_epoch_ends_with_its_line_where_the_plan_was_taken_out_of_batches(caplog
         model(distca_plan=batch.pop("distca_plan"), **batch)
 
     assert lines_of(caplog)[-1].startswith("epoch 0: ")
-
-
-def test_evaluation_writes_nothing_of_data(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=512)
-    model = distca_hf.enable(tiny_model(num_hidden_layers=1).eval(), plugin)
-    for batch in plugin.dataloader(random_dataset(40), model=model):
-        model(**batch)
-
-    [of_model] = lines_of(caplog)
-    assert of_model.startswith("LlamaForCausalLM works. ")
 
 
 def test_nobody_looks_ahead_where_lines_are_not_shown(

@@ -14,19 +14,16 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from distca_hf.batches.beginnings import Placeholders
-from distca_hf.batches.document_gather import BatchDocuments, DocumentGather
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import (
     ENTRY,
     DocumentReader,
-    PaddedRows,
     ReadDocuments,
     Reading,
     ReadingCollator,
     reading_of,
     take_reading,
 )
-from distca_hf.batches.step_ahead import BORDERS, DOCUMENTS, FOLLOWING, IMAGES, StepAhead
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanMismatchError
 from distca_hf.runtime.live_plan import LivePlan
@@ -105,20 +102,6 @@ def test_runs_of_image_tokens_are_found_among_tokens_without_padding(
     assert len(READER.read(batch).image_runs) == 0
 
 
-def test_runs_of_all_batches_and_ranks_are_gathered_with_lengths() -> None:
-    ids = [[torch.tensor([[7, 7, 1]]), torch.tensor([[1, 2]])], [torch.tensor([[3]]), torch.tensor([[7, 1, 7, 8]])]]
-
-    def run(transport: LoopbackTransport) -> list[tuple[list[list[int]], list[list[int]]]]:
-        reads = [IMAGE_READER.read({"input_ids": one}) for one in ids[transport.rank]]
-        gathered = DocumentGather(transport, len(reads), lambda: reads, 2, 0, "documents", (0, 4)).wait()
-        return [
-            ([one.tolist() for one in batch.lengths], [one.tolist() for one in batch.image_runs]) for batch in gathered
-        ]
-
-    expected = [([[3], [1]], [[0, 2], []]), ([[2], [4]], [[], [0, 1, 2, 4]])]
-    assert run_ranks(2, run) == 2 * [expected]
-
-
 def other_positions(batch: Batch) -> Batch:
     return batch | {"position_ids": PACK.clone()}
 
@@ -157,29 +140,6 @@ def test_a_pass_on_other_tensors_is_read_itself(make: Callable[[], Batch], chang
 
 def with_images() -> Batch:
     return rows() | {"pixel_values": torch.ones(4, 6), "mm_token_type_ids": torch.zeros(2, 4, dtype=torch.int64)}
-
-
-@pytest.mark.parametrize("in_worker", [False, True])
-def test_a_pass_on_other_images_is_read_itself(in_worker: bool) -> None:
-    """What ranks know of images is trusted only for these images."""
-    batch = collated(with_images, in_worker)
-    reading = take_reading(batch)
-    without_kinds = {name: value for name, value in batch.items() if name != "mm_token_type_ids"}  # all are text
-
-    assert reading_of(batch) is reading is not None
-    assert reading_of(without_kinds) is reading
-    assert reading_of({name: value for name, value in batch.items() if name != "pixel_values"}) is None
-    assert reading_of(batch | {"pixel_values": batch["pixel_values"] + 1}) is None
-    assert reading_of(batch | {"pixel_values": torch.from_numpy(batch["pixel_values"].numpy())}) is None
-    batch["pixel_values"][3, 5] = 2
-    assert reading_of(batch) is None
-
-
-def test_images_in_memory_that_a_collator_uses_again_are_read_in_their_pass() -> None:
-    buffer = with_images()
-    reading = ReadingCollator(lambda rows: buffer, READER)(None)[ENTRY]
-    buffer["pixel_values"].zero_()
-    assert reading.documents is None
 
 
 def test_labels_that_keep_rows_padded_are_not_optional() -> None:
@@ -230,44 +190,6 @@ def lengths_of(*lengths: int) -> Reading:
     return reading
 
 
-def tokens_of_packs(documents: BatchDocuments, padded: PaddedRows | None, pin: bool) -> list[int]:
-    assert padded is None
-    assert not pin
-    if any(len(held) == 0 for held in documents.lengths):
-        raise ValueError("a rank is empty")
-    return [int(held.sum()) for held in documents.lengths]
-
-
-def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_batch() -> None:
-    def run(transport: LoopbackTransport) -> tuple[list[int], str, list[object]]:
-        ahead = StepAhead(transport, tokens_of_packs, 0)
-        rank, places = transport.rank, count_gathers(transport)
-        readings = [lengths_of(*range(1, 2 + rank)), lengths_of(*[5] * rank), lengths_of(7)]
-        reads = [reading.documents for reading in readings if reading.documents is not None]
-        ahead.begin(readings, 4, CPU)
-        ahead.start()
-        assert ahead.take(reads[0]) is None
-        assert ahead.take_step_batches() == 4
-        assert ahead.take_step_batches() == 0
-        assert ahead.show() == {FOLLOWING: 3, DOCUMENTS: 2 + 2 * rank, IMAGES: 0, BORDERS: 0}
-        ahead.seen({FOLLOWING: [3, 3, 3], DOCUMENTS: [2, 4, 6], IMAGES: [0, 0, 0], BORDERS: [0, 0, 0]}, 0)
-        # By a second pass before the first one ends.
-        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0, IMAGES: 0, BORDERS: 0}
-        ahead.seen({FOLLOWING: [0, 0, 0], DOCUMENTS: [0, 0, 0], IMAGES: [0, 0, 0], BORDERS: [0, 0, 0]}, 1)
-        assert len(places) == 1
-        ahead.start()
-        taken = [plan for plan in map(ahead.take, reads) if plan is not None]
-        assert [plan.number for plan in taken] == [1, 2, 3]
-        assert ahead.take(reads[0]) is None
-        first, second, third = (plan.planned for plan in taken)
-        assert third.result() == [7, 7, 7]
-        ahead.begin([readings[0], None], 4, CPU)
-        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0, IMAGES: 0, BORDERS: 0}
-        return first.result(), str(second.exception()), list(map(ahead.take, reads))
-
-    assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", [None, None, None])]
-
-
 @pytest.mark.parametrize("known_on_rank_1", [0, 1])
 def test_batches_are_gathered_ahead_where_all_ranks_know_equally_many(known_on_rank_1: int) -> None:
     def run(transport: LoopbackTransport) -> list[str]:
@@ -290,20 +212,6 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named() -> None:
     told = r"micro-batch 0: ranks disagree.*micro-batches in this step is 2 on rank 0, 3 on rank 1"
     with pytest.raises(PlanMismatchError, match=told):
         run_ranks(2, run)
-
-
-def test_plans_of_batches_that_nobody_holds_are_forgotten() -> None:
-    def run(transport: LoopbackTransport) -> tuple[int, int]:
-        ahead, reading = StepAhead(transport, tokens_of_packs, 0), lengths_of(3)
-        ahead.begin([reading], 1, CPU)
-        ahead.seen({name: [number] for name, number in ahead.show().items()}, 0)
-        ahead.start()
-        before = len(ahead._planned)
-        del reading
-        gc.collect()
-        return before, len(ahead._planned)
-
-    assert run_ranks(1, run) == [(1, 0)]
 
 
 @pytest.mark.parametrize("unknown_on", [None, 1])

@@ -102,16 +102,6 @@ def test_every_token_of_the_epoch_is_seen_once(sizes: tuple[int, ...]) -> None:
     assert tokens_of(last) == WHOLE, "the next epoch is whole again"
 
 
-def test_position_at_the_beginning_of_an_epoch_is_that_of_any_size() -> None:
-    first, second = loader_of(400), loader_of(200)
-    list(first)
-    second.load_state_dict(saved(first))
-    expected = loader_of(200)
-    expected.set_epoch(1)
-
-    assert [batch["input_ids"].tolist() for batch in second] == [batch["input_ids"].tolist() for batch in expected]
-
-
 def test_documents_that_were_split_otherwise_are_refused() -> None:
     def split(tokens: int) -> PlacedLoader:
         return distca_hf.DistCAPlugin(tokens_per_rank=tokens, overlong="split").dataloader(DATASET, device="cpu")

@@ -55,16 +55,6 @@ def test_ranks_at_different_places_meet_in_an_error() -> None:
         assert "their next step is take micro-batch 0 on rank 0, attend micro-batch 1 on rank 1" in message
 
 
-def test_a_rank_that_is_unable_is_named() -> None:
-    def body(transport: LoopbackTransport) -> str:
-        occasion = Occasion.UNABLE if transport.rank == 1 else Occasion.TAKE
-        with pytest.raises(PeerLostError) as caught:
-            Agreement.start(transport, occasion, 0, {}, {}, Scope.GROUP).wait()
-        return str(caught.value)
-
-    assert all("rank 1 could not do its part" in message for message in run_ranks(3, body))
-
-
 # Occasions whose facts may differ between stages, and those for which they may not.
 OF_A_STAGE = (Occasion.PLAN, Occasion.ATTEND, Occasion.DIFFERENTIATE, Occasion.COMPARE)
 OF_THE_GROUP = (Occasion.TAKE, Occasion.REPORT)
@@ -138,21 +128,6 @@ def test_a_cause_that_is_no_text_is_told_in_part() -> None:
     assert "see the error there: ValueError: row ? is bad on rank 1" in run_ranks(2, body)[0]
 
 
-def test_all_agreements_are_equally_wide() -> None:
-    widths = []
-
-    class Counting(LocalTransport):
-        def gather(self, values, where, scope=Scope.ROWS):
-            widths.append(len(values))
-            return super().gather(values, where, scope)
-
-    transport = Counting()
-    Agreement.start(transport, Occasion.TAKE, 0, {"a": 1, "b": 2, "c": 3}, {"d": 4}).wait()
-    with pytest.raises(ValueError, match="bad"), Announced(transport, 0, Occasion.TAKE):
-        raise ValueError("bad")
-    assert widths[:2] == [WIDTH, WIDTH]
-
-
 @pytest.mark.parametrize("differs", [False, True])
 def test_any_number_of_facts_fits_and_names_travel_only_where_some_differ(differs: bool) -> None:
     """As many settings as there may ever be: one more changes no width."""
@@ -205,14 +180,6 @@ def test_roll_call_names_the_rank_that_came_much_later_than_the_others() -> None
     found = [RollCall(store, rank, range(4)).missing(seconds) for rank, seconds in enumerate(waited_seconds)]
 
     assert found == [{1: "came 260 s late"}, {}, {1: "came 260 s late"}, {1: "came 260 s late"}]
-
-
-def test_roll_call_names_nobody_late_after_a_failure_that_nobody_waited_for() -> None:
-    store = HashStore()
-    calls = [RollCall(store, rank, range(2), patience_seconds=0.5) for rank in range(2)]
-    calls[1].missing()
-
-    assert calls[0].missing() == {}
 
 
 def test_roll_call_does_not_wait_when_everybody_is_accounted_for() -> None:
@@ -268,15 +235,6 @@ def test_agreement_that_failed_is_not_forgotten() -> None:
         assert all("forward call 1 of attention" in note for note in notes)
 
 
-def test_one_rank_sends_to_itself() -> None:
-    transport = LocalTransport()
-    rows = torch.arange(6.0).reshape(3, 2)
-
-    assert torch.equal(transport.exchange(AllToAll(rows, [3], [3], "here")).wait(), rows)
-    assert transport.gather([1, 2], "here").wait() == [[1, 2]]
-    assert (transport.traffic.exchanges, transport.traffic.bytes_sent) == (1, 0)
-
-
 def test_traffic_counts_bytes_to_others_and_remembers_the_last_exchanges() -> None:
     def body(transport: LoopbackTransport) -> tuple[int, int, list[str]]:
         for number in range(REMEMBERED_EXCHANGES + 5):
@@ -326,12 +284,3 @@ def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="4 processes were launched"):
         open_transport(torch.device("cpu"), 1.0)
-
-
-def test_rank_without_patience_looks_once() -> None:
-    """A busy machine may sleep through all of it."""
-    store = HashStore()
-    RollCall(store, 1, range(3), patience_seconds=0.0).leave("ValueError: bad row")
-    RollCall(store, 2, range(3), patience_seconds=0.0).missing()
-
-    assert RollCall(store, 0, range(3), patience_seconds=0.0).missing() == {1: "left: ValueError: bad row"}

@@ -28,13 +28,6 @@ def test_flat_grid_has_all_ranks_in_all_scopes() -> None:
     assert (grid.name, grid.in_words(), grid.data_rank, grid.number) == ("rank 2", "4 ranks", 2, 2)
 
 
-def test_flat_grid_of_a_part_of_the_job_numbers_its_own_ranks() -> None:
-    grid = Grid.flat((3, 5, 7), 5)
-
-    assert grid.members(Scope.GROUP) == (3, 5, 7)
-    assert (grid.name, grid.number, grid.label(7)) == ("rank 1", 1, "2")
-
-
 @pytest.mark.parametrize("rank", range(8))
 def test_scopes_of_stages_data_and_tensor(rank: int) -> None:
     grid = _grid(rank)
@@ -109,11 +102,6 @@ def test_data_dimensions_in_another_order_are_the_same_ranks() -> None:
     here, there = (Grid.of_mesh(mesh, names, 3, 8, data, "tp") for data in (names[:2], names[1::-1]))
 
     assert here == there
-
-
-def test_dimensions_of_one_rank_need_no_name() -> None:
-    assert _grid(shape=(1, 2, 2), stages=()).shape == (1, 2, 2)
-    assert _grid(shape=(1, 4, 1), stages=(), tensor=()).is_flat
 
 
 @pytest.mark.parametrize(

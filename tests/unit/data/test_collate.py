@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from distca_hf.data.collate import PADDING_TOKEN, RankRows, collate
-from distca_hf.data.documents import IGNORED_LABEL, DocumentSource
+from distca_hf.data.collate import RankRows, collate
+from distca_hf.data.documents import DocumentSource
 from distca_hf.layout import Layout
 from support.layouts import random_layout
 
@@ -48,53 +48,11 @@ def test_rows_of_the_example() -> None:
     assert (left.num_labels, right.num_labels) == (4, 5)
 
 
-def test_attention_mask_is_one_for_tokens_and_zero_for_padding() -> None:
-    source = source_of(DOCUMENTS)
-    masks = [collate(example(), rank, np.arange(3), source).attention_mask for rank in (0, 1)]
-
-    assert [mask.tolist() for mask in masks] == [[1] * 5 + [0] * 2, [1] * 7 + [0]]
-
-
 def test_rank_without_tokens_leaves_one_row_to_average_over() -> None:
     layout = Layout.from_segments([3], [[(0, 0, 3)], []], [4, 4])
     masks = [collate(layout, rank, np.array([1]), source_of(DOCUMENTS)).attention_mask for rank in (0, 1)]
 
     assert [mask.tolist() for mask in masks] == [[1, 1, 1, 0], [1, 0, 0, 0]]
-
-
-def test_padding_is_token_zero_without_label() -> None:
-    assert PADDING_TOKEN == 0
-    assert IGNORED_LABEL == -100
-
-
-def test_documents_of_the_layout_are_looked_up_in_the_source() -> None:
-    """The layout numbers the documents of its micro-batch; the source numbers all there are."""
-    layout = Layout.from_segments([3, 8], [[(1, 0, 8)], [(0, 0, 3)]])
-    rows = [collate(layout, rank, np.array([1, 0]), source_of(DOCUMENTS)) for rank in (0, 1)]
-
-    assert rows[0].input_ids.tolist() == DOCUMENTS[0]
-    assert rows[1].input_ids.tolist() == DOCUMENTS[1]
-
-
-def test_masked_and_given_labels_arrive() -> None:
-    labels = [[1, 2, -100, 4, 5, 6, 7, 8], [1, 2, 3], [9]]
-    masks = [[1, 1, 1, 1, 0, 1, 1, 0], [0, 0, 1], [1]]
-    source = source_of(DOCUMENTS, labels=labels, completion_mask=masks)
-    left, right = (collate(example(), rank, np.arange(3), source) for rank in (0, 1))
-
-    assert left.labels.tolist() == [-100, -100, 3, -100, 2, -100, -100]
-    assert left.shift_labels.tolist() == [-100, 3, -100, 2, -100, -100, -100]
-    assert right.labels.tolist() == [-100, -100, 4, -100, 6, 7, -100, -100]
-    assert right.shift_labels.tolist() == [-100, 4, -100, 6, 7, -100, -100, -100]
-    assert left.num_labels + right.num_labels == 5
-
-
-def test_arrays_are_int64_of_as_many_rows_as_the_rank_has() -> None:
-    for rank, rows in ((0, 7), (1, 8)):
-        collated = collate(example(), rank, np.arange(3), source_of(DOCUMENTS))
-        for name in NAMES:
-            assert getattr(collated, name).shape == (rows,)
-            assert getattr(collated, name).dtype == np.int64
 
 
 def test_rank_without_tokens_has_padding_alone() -> None:
@@ -153,6 +111,3 @@ def test_ranks_together_hold_what_the_documents_hold() -> None:
             assert (rows.shift_labels[at:] == -100).all()
         assert seen == sum(map(len, documents))
         assert labels == sum(sum(mask[1:]) for mask in masks)
-
-
-# --- padding

@@ -54,17 +54,6 @@ def refusal(dataset: Any, capacity: int = CAPACITY, **settings: Any) -> str:
 # --- plain datasets, however they are stored
 
 
-def test_a_row_is_a_document() -> None:
-    source = DocumentSource(dataset_of(text=["a", "b", "c", "d"]), CAPACITY)
-
-    assert len(source) == 4
-    assert source.document_tokens.tolist() == [3, 1, 5, 2]
-    assert source.document_tokens.dtype == np.int64
-    assert source.rows.tolist() == [0, 1, 2, 3]
-    assert tokens_of(source) == DOCUMENTS
-    assert (source.documents_truncated, source.tokens_truncated) == (0, 0)
-
-
 def chunked(dataset: Dataset) -> Dataset:
     """The same rows in chunks of two, the last of them sliced out of a longer table."""
     more = datasets.concatenate_datasets([dataset.select([0, 1]).flatten_indices(), dataset])
@@ -150,13 +139,6 @@ def test_rows_of_fixed_size() -> None:
     assert tokens_of(DocumentSource(dataset.select([2, 0]), CAPACITY)) == [[7, 8, 9], [1, 2, 3]]
 
 
-def test_dataset_saved_to_disk_and_memory_mapped(tmp_path: Any) -> None:
-    dataset_of().save_to_disk(str(tmp_path / "dataset"), num_shards=2)
-    loaded = datasets.load_from_disk(str(tmp_path / "dataset"))
-
-    assert tokens_of(DocumentSource(loaded, CAPACITY)) == DOCUMENTS
-
-
 def test_tokens_read_do_not_share_memory_with_the_dataset() -> None:
     source = DocumentSource(dataset_of(labels=DOCUMENTS), CAPACITY)
     tokens = read(source, 0, 0, 3)
@@ -165,11 +147,6 @@ def test_tokens_read_do_not_share_memory_with_the_dataset() -> None:
 
     assert tokens_of(source) == DOCUMENTS
     assert labels_of(source, 0) == ([-100, 12, 13], [12, 13, -100])
-
-
-@pytest.mark.parametrize("features", [Features({"input_ids": List(Value("int32"))}), None], ids=["typed", "untyped"])
-def test_dataset_without_rows_is_refused(features: Features | None) -> None:
-    assert "the dataset is empty" in refusal(Dataset.from_dict({"input_ids": []}, features))
 
 
 # --- labels
@@ -257,25 +234,6 @@ def test_labels_do_not_cross_documents_of_a_packed_row() -> None:
         ([-100, 4, 5], [4, 5, -100]),
         ([-100], [-100]),
     ]
-
-
-def test_masks_and_labels_of_packed_rows() -> None:
-    columns = {
-        "labels": [[1, 2, 3, -100, 5, 6], [7, 8, 9, 10]],
-        "completion_mask": [[1, 1, 0, 1, 1, 0], [0, 1, 0, 1]],
-    }
-    source = DocumentSource(packed(**columns), CAPACITY)
-
-    assert labels_of(source, 1) == ([-100, -100, 5], [-100, 5, -100])
-    assert labels_of(source, 3) == ([-100, 8, -100, 10], [8, -100, 10, -100])
-
-
-@pytest.mark.parametrize("rows", [[1, 0], [0], [1, 1]], ids=str)
-def test_packed_rows_in_another_order(rows: list[int]) -> None:
-    by_row = [[[1, 2], [3, 4, 5], [6]], [[7, 8, 9, 10]]]
-    source = DocumentSource(packed().select(rows), CAPACITY)
-
-    assert tokens_of(source) == [document for row in rows for document in by_row[row]]
 
 
 def test_packed_rows_in_several_chunks() -> None:
@@ -577,13 +535,6 @@ def test_padding_is_refused_where_it_is_read_with_row_and_token(mask: list[int],
             read(source, 2, start, 5)
 
 
-@pytest.mark.parametrize("one", [1, True])
-def test_attention_mask_of_ones_changes_nothing(one: Any) -> None:
-    source = DocumentSource(dataset_of(attention_mask=[[one] * len(document) for document in DOCUMENTS]), CAPACITY)
-
-    assert tokens_of(source) == DOCUMENTS
-
-
 def test_padding_of_a_transform_is_refused_too() -> None:
     row = {"input_ids": [5, 6, 7, 0]}
     rows = [row, row | {"attention_mask": [1, 1, 1, 1]}, row | {"attention_mask": [1, 1, 1, 0]}]
@@ -609,32 +560,6 @@ def test_positions_without_lengths_are_refused_and_with_them_left_alone() -> Non
 def test_stream_is_refused_with_what_to_do(refuse: Callable[[Any], Any]) -> None:
     with pytest.raises(PackingError, match=r"IterableDataset .* datasets\.Dataset\.from_generator"):
         refuse(dataset_of().to_iterable_dataset())
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        datasets.DatasetDict({"train": dataset_of()}),
-        DOCUMENTS,
-        {"input_ids": DOCUMENTS},
-        None,
-        iter(DOCUMENTS),
-        pa.table({"input_ids": DOCUMENTS}),
-    ],
-    ids=lambda wrong: type(wrong).__name__,
-)
-def test_other_types_are_refused_with_what_to_do(wrong: Any) -> None:
-    message = refusal(wrong)
-
-    for part in (type(wrong).__name__, "datasets.Dataset", "from_list"):
-        assert part in message
-
-
-def test_dataset_that_is_not_tokenised_is_refused() -> None:
-    message = refusal(Dataset.from_dict({"text": ["a"], "label": [1]}))
-
-    for part in ("'input_ids'", "text", "label", "tokenise"):
-        assert part in message
 
 
 # --- documents longer than a micro-batch

@@ -78,11 +78,6 @@ def unless_refused(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         return None
 
 
-def documents_alone(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of one packed row, each document computed by itself."""
-    return torch.cat([model(ids[:, start:stop]).logits for start, stop in pairwise(OFFSETS.tolist())], 1)
-
-
 def random_ids(batch: int = 1, tokens: int = TOKENS) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(1))
 
@@ -130,11 +125,6 @@ def test_layer_that_is_not_causal_is_refused() -> None:
     layer.is_causal = False
     with pytest.raises(UnsupportedAttentionError, match=r"Layer of layer 3: is not causal .*module\.is_causal=False"):
         distca_attention(layer, *qkv(), None)
-
-
-def test_refusal_of_a_layer_without_number_still_names_its_class() -> None:
-    with pytest.raises(UnsupportedAttentionError, match=r"Linear of layer \?"):
-        distca_attention(nn.Linear(1, 1), *qkv(), None, dropout=0.5)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -286,11 +276,6 @@ def test_autocast_brings_all_three_into_its_dtype(dtype: torch.dtype) -> None:
     assert largest(out.double(), expected(query.double(), key.double(), value.double(), 8**-0.5)) <= 0.02
 
 
-def test_without_autocast_the_output_keeps_the_dtype() -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        assert distca_attention(Layer(), *qkv(dtype=dtype), None)[0].dtype == dtype
-
-
 # Calls of a whole model that ask for something else than causal attention.
 REFUSED_CALLS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], str]] = {
     "4-D mask": (
@@ -333,26 +318,6 @@ def test_dropout_of_training_is_accepted_in_evaluation() -> None:
     model, same = both(attention_dropout=0.25)
 
     assert torch.equal(model(random_ids()).logits, same(random_ids()).logits)
-
-
-def test_offsets_of_packed_documents_give_the_logits_of_each_alone() -> None:
-    model, same = both()
-    ids = random_ids()
-    offsets = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 4, "max_length_k": 4}
-    packed = model(ids, position_ids=PACKED_POSITIONS, **offsets).logits
-
-    assert largest(packed, documents_alone(same, ids)) <= 1e-12
-
-
-def test_packed_rows_of_a_larger_batch_give_the_logits_of_each_document_alone() -> None:
-    """As with sdpa; or refused, but never across documents."""
-    model, same = both()
-    ids = random_ids(batch=2)
-    positions = torch.cat([PACKED_POSITIONS, torch.arange(TOKENS)[None]])
-    packed = unless_refused(lambda: model(ids, position_ids=positions, use_cache=False).logits)
-
-    assert packed is None or largest(packed[:1], documents_alone(same, ids[:1])) <= 1e-12
-    assert packed is None or largest(packed[1:], same(ids[1:]).logits) <= 1e-12
 
 
 GENERATE: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

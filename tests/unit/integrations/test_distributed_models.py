@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import transformers
-from accelerate.state import AcceleratorState
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -29,7 +28,6 @@ from distca_hf.integrations.models.decoder_layers import (
 from distca_hf.integrations.models.distributed import (
     has_data_and_tensor_mesh,
     heads_divided_by,
-    model_mesh,
     tensor_ranks,
 )
 from distca_hf.integrations.models.distributed_check import (
@@ -41,7 +39,7 @@ from distca_hf.integrations.models.distributed_check import (
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.fake_job import fake_job
 from support.models import SIZES, tiny_model
-from support.versions import ACCELERATE, divides_models
+from support.versions import divides_models
 
 
 RANKS = 4
@@ -115,13 +113,6 @@ def reasons(model: PreTrainedModel) -> str:
 # What is read.
 
 
-def test_a_model_that_is_whole_has_no_mesh(load: Load) -> None:
-    model = load()
-
-    assert check_distribution(model) is None
-    assert tensor_ranks(model) == heads_divided_by(model) == 1
-
-
 @divides_models
 @pytest.mark.parametrize(
     ("sizes", "data", "tensor"),
@@ -141,15 +132,6 @@ def test_the_mesh_has_all_ranks_by_what_they_hold(load: Load, sizes: dict[str, i
     assert mesh is not None
     assert sorted(mesh.mesh.mesh.flatten().tolist()) == [0, 1, 2, 3]
     assert (mesh.size(mesh.stages), mesh.size(mesh.data), mesh.size(mesh.tensor)) == (1, data, tensor)
-
-
-@trains_tensor_parallel
-def test_tensor_ranks_are_neighbours(load: Load) -> None:
-    mesh = model_mesh(load(tp_size=2, fsdp_size=2))
-
-    assert mesh is not None
-    assert mesh.mesh[mesh.tensor].mesh.tolist() == [0, 1]
-    assert mesh.mesh[mesh.data[-1]].mesh.tolist() == [0, 2]
 
 
 @pytest.mark.skipif(VERSION < (5, 20), reason="Transformers sends tokens to experts since 5.20")
@@ -313,11 +295,6 @@ def test_stages_are_for_inference_alone(load: Load) -> None:
     assert "`distca examples pipeline`" in told
 
 
-@divides_models
-def test_sequence_parallelism_of_transformers(load: Load) -> None:
-    assert "enable_sequence_parallel=True" in reasons(load(fsdp_size=4, enable_sequence_parallel=True))
-
-
 @pytest.mark.parametrize("kind", ["cp", "sp"])
 def test_context_and_sequence_parallelism_of_accelerate(
     load: Load, accelerate_has: Callable[..., None], kind: str
@@ -375,35 +352,9 @@ def test_autotp_of_deepspeed(load: Load, accelerate_has: Callable[..., None]) ->
 
 
 @divides_models
-def test_all_reasons_are_said_at_once(load: Load, accelerate_has: Callable[..., None]) -> None:
-    accelerate_has(cp=2, sp=2)
-    told = reasons(load(fsdp_size=4, enable_sequence_parallel=True))
-
-    assert all(said in told for said in ("cp_size=2", "sp_size=2", "enable_sequence_parallel"))
-
-
-@divides_models
 def test_enable_refuses_before_anything_is_changed(load: Load) -> None:
     model = load(fsdp_size=4, enable_sequence_parallel=True)
 
     with pytest.raises(ConfigError, match="enable_sequence_parallel"):
         distca_hf.enable(model, distca_hf.DistCAPlugin(tokens_per_rank=64))
     assert watch_of(model) is None
-
-
-def test_accelerates_state_has_the_names_that_are_read() -> None:
-    """Of the real one: the tests above stand in for it."""
-    from accelerate import Accelerator, ParallelismConfig
-
-    AcceleratorState._reset_state(True)
-    try:
-        Accelerator(cpu=True)
-        state = AcceleratorState()
-
-        assert AcceleratorState._shared_state
-        assert (state.parallelism_config, state.deepspeed_plugin) == (None, None)
-        sizes = ("cp", "tp") if ACCELERATE < Version("1.12") else ("cp", "sp", "tp")
-        assert [getattr(ParallelismConfig(), f"{name}_size") for name in sizes] == [1] * len(sizes)
-        assert list(refused_distribution(tiny_model())) == []
-    finally:
-        AcceleratorState._reset_state(True)

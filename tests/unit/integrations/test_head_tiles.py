@@ -33,13 +33,13 @@ import distca_hf
 from distca_hf.cost import CAUSAL_MASK
 from distca_hf.errors import ConfigError, NotFiniteError
 from distca_hf.integrations import attention
-from distca_hf.integrations.models import head_tiles
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.runtime import local_attention
 from distca_hf.runtime.retention import HeldLayers
 from support.data import random_dataset
 from support.models import SIZES as OTHER_SIZES
+from support.thorough import is_thorough
 
 
 SIZES: dict[str, Any] = {
@@ -140,7 +140,12 @@ def expected_of(name: str) -> list[torch.Tensor | None]:
 
 @pytest.mark.parametrize(
     ("name", "how", "heads"),
-    [(name, how, 1 + (one + other) % 2) for one, name in enumerate(MODELS) for other, how in enumerate(CHECKPOINTING)],
+    [
+        (name, how, 1 + (one + other) % 2)
+        for one, name in enumerate(MODELS)
+        for other, how in enumerate(CHECKPOINTING)
+        if is_thorough() or name == "llama" or (one + other) % 3 == 0
+    ],
 )
 def test_losses_and_gradients_are_those_of_whole_modules(name: str, how: str, heads: int) -> None:
     results = gradients(tiled(model_of(MODELS[name]), heads, how))
@@ -209,27 +214,6 @@ def test_only_one_tile_has_queries_keys_and_values_at_a_time(how: str, monkeypat
     assert alive == [3] * 3 * LAYERS
 
 
-@pytest.mark.parametrize(("how", "times"), [("none", 2), ("save", 2), ("offload", 2), ("recompute", 3)])
-@pytest.mark.parametrize("name", ["llama", "gates, states"])
-def test_queries_keys_and_values_are_computed_no_more_often(
-    how: str, times: int, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a layer keeps attention outputs: its recomputation needs nothing else of a tile, unless gates follow."""
-    model, computed = tiled(model_of(MODELS[name]), 1, how), list[int]()
-    linear = head_tiles.linear
-
-    def counting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        computed.append(len(weight))
-        return linear(x, weight, bias)
-
-    monkeypatch.setattr(head_tiles, "linear", counting)
-    gradients(model)
-    gated = name != "llama"
-    layers = LAYERS - gated
-
-    assert len(computed) == 3 * 3 * layers * (3 if gated and how != "none" else times)
-
-
 @pytest.mark.parametrize("how", ["offload", "recompute"])
 def test_outputs_do_not_wait_for_backward_if_layers_do_not_keep_them(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -292,12 +276,12 @@ def adapted(dropout: float = 0.0, **settings: Any) -> nn.Module:
     return get_peft_model(llama(), lora)
 
 
-@pytest.mark.parametrize("how", CHECKPOINTING)
+@pytest.mark.parametrize("how", ["none", "offload", "reentrant"])
 def test_adapters(how: str) -> None:
     assert_equal(gradients(tiled(adapted(), 2, how)), gradients(whole(adapted())))
 
 
-@pytest.mark.parametrize("how", CHECKPOINTING)
+@pytest.mark.parametrize("how", ["none", "save", "recompute"])
 def test_dropout_of_adapters_is_repeated(how: str) -> None:
     """Tiles draw other numbers than whole modules, and the same ones when they run again."""
     model = tiled(adapted(0.5), 2, how)
@@ -353,16 +337,6 @@ def test_autocast_reaches_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     loss.backward()
 
     assert dtypes == {torch.bfloat16}
-
-
-def test_backward_may_run_twice() -> None:
-    results = []
-    for model in (tiled(llama(), 1, "save"), whole(llama())):
-        loss = loss_of(model)
-        results.append([torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for _ in range(2)])
-
-    for result, right in zip(*results, strict=True):
-        assert_equal([*result], [*right])
 
 
 @pytest.mark.parametrize("part", ["layer", "attention"])
@@ -464,7 +438,15 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         r"model.layers.0.self_attn \(Phi3Attention\) has no q_proj",
     ),
     "shared keys": (
-        Gemma3nTextConfig(**{**OTHER_SIZES, "head_dim": 16, "num_kv_shared_layers": 0, "laurel_rank": 4}),
+        Gemma3nTextConfig(
+            **{
+                **OTHER_SIZES,
+                "head_dim": 16,
+                "num_kv_shared_layers": 0,
+                "laurel_rank": 4,
+                "vocab_size_per_layer_input": 64,
+            }
+        ),
         r"Gemma3nTextAttention\) uses is_kv_shared_layer, which is not known to work on some",
     ),
     "latent": (

@@ -26,7 +26,7 @@ from distca_hf.kernels.interface import (
     spec_of,
 )
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
-from distca_hf.kernels.registry import KERNELS, OPTIONS, Capabilities, Entry, Operands, choose_kernel, chosen_kernel
+from distca_hf.kernels.registry import KERNELS, OPTIONS, Operands, choose_kernel, chosen_kernel
 from distca_hf.kernels.rows import merge_rows
 from distca_hf.kernels.varlen import CpuKernel, TorchVarlenKernel
 
@@ -191,20 +191,6 @@ def test_elements_of_a_row_may_lie_apart(kernel: Kernel, name: str) -> None:
     assert_close(computed(kernel, dataclasses.replace(case, **{name: apart})), exact(case))
 
 
-@pytest.mark.parametrize("block_rows", [2, BLOCK_ROWS])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("softcap", [0.0, 0.5])
-def test_reference_computes_softcap(
-    monkeypatch: pytest.MonkeyPatch, softcap: float, causal: bool, block_rows: int
-) -> None:
-    monkeypatch.setattr(reference, "BLOCK_ROWS", block_rows)
-    case = dataclasses.replace(Case.draw(TASKS["prefixed"], causal=causal), softcap=softcap)
-
-    assert_close(computed(ReferenceKernel(), case), exact(case))
-    uncapped = exact(dataclasses.replace(case, softcap=0.0))
-    assert min(differences(uncapped, exact(case)).values()) > 1e-2 or not softcap
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("causal", "tasks"),
@@ -221,42 +207,12 @@ def test_tasks_longer_than_a_block_are_exact(kernel: Kernel, causal: bool, tasks
     assert_close(computed(kernel, case), exact(case))
 
 
-@pytest.mark.parametrize("block_rows", [1, 2, 5, 64])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_reference_does_not_depend_on_the_size_of_its_blocks(
-    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], block_rows: int
-) -> None:
-    monkeypatch.setattr(reference, "BLOCK_ROWS", block_rows)
-    case = Case.draw([(10, 10), (5, 12), (1, 7), (0, 0), (11, 12)], heads, dims=(8, 6))
-
-    assert_close(computed(ReferenceKernel(), case), exact(case))
-
-
 @BOTH
 @pytest.mark.parametrize("dim", [1, 5, 16, 72, 320])
 def test_any_head_dimension(kernel: Kernel, dim: int) -> None:
     case = Case.draw(TASKS["prefixed"], dims=(dim, dim))
 
     assert_close(computed(kernel, case), exact(case))
-
-
-@pytest.mark.parametrize("dims", [(8, 4), (4, 12), (24, 16), (1, 3)])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_reference_takes_unequal_value_dimensions(heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    case = Case.draw(TASKS["prefixed"], heads, dims)
-
-    assert_close(computed(ReferenceKernel(), case), exact(case))
-
-
-@BOTH
-@pytest.mark.parametrize("tasks", [[(3, 8)], [(1, 2)], [(4, 4), (2, 9)], [(30, 31)]], ids=str)
-def test_masks_are_aligned_bottom_right(kernel: Kernel, tasks: list[tuple[int, int]]) -> None:
-    """Equal to one alignment and far from the other: a test that both satisfy would show nothing."""
-    case = Case.draw(tasks)
-    got = computed(kernel, case)
-
-    assert_close(got, exact(case, "bottom-right"))
-    assert min(differences(got, exact(case, "top-left")).values()) > 1e-3
 
 
 @BOTH
@@ -369,18 +325,6 @@ def test_nan_in_one_document_stays_there(kernel: Kernel, broken: str) -> None:
     assert got.dq[rows["q"]].isnan().any() or broken == "v"
 
 
-@BOTH
-def test_documents_do_not_depend_on_their_neighbours(kernel: Kernel) -> None:
-    """Bit-equal alone and in a call with others."""
-    together = Case.draw([(4, 4), (3, 7), (2, 2)])
-    alone = Case([(3, 7)], together.q[4:7], together.k[4:11], together.v[4:11], together.dout[4:7])
-    whole, part = computed(kernel, together), computed(kernel, alone)
-
-    assert torch.equal(whole.out[4:7], part.out)
-    assert torch.equal(whole.lse[:, 4:7], part.lse)
-    assert torch.equal(whole.dk[4:11], part.dk)
-
-
 # --- merge
 
 
@@ -472,20 +416,6 @@ def test_merge_takes_log_sum_exps_of_any_size(near: float, far: float) -> None:
     assert lse.item() == pytest.approx(max(near, far) + (0.6931472 if near == far else 0))
 
 
-@pytest.mark.parametrize("start", [0, 2, 6])
-def test_rows_are_merged_from_a_given_one_on(start: int) -> None:
-    """As if these rows had been given alone; those around them stay."""
-    generator = torch.Generator().manual_seed(start)
-    out, far_out = (torch.randn(rows, 2, 3, generator=generator) for rows in (9, 3))
-    lse, far_lse = torch.randn(9, 2, generator=generator), torch.randn(2, 3, generator=generator)
-    expected, expected_lse = out.clone(), lse.clone()
-    merge_rows(expected[start : start + 3], expected_lse[start : start + 3], far_out, far_lse)
-    merge_rows(out, lse, far_out, far_lse, start)
-
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-
-
 @BOTH
 def test_results_without_room_are_contiguous_and_the_same(kernel: Kernel) -> None:
     case = Case.draw(next(iter(PARTS.values())))
@@ -552,10 +482,6 @@ def test_auto_falls_to_the_reference_for_unequal_dimensions_on_a_cpu(head_dim: i
     assert isinstance(choose_kernel("auto", operands, SPEC), ReferenceKernel)
 
 
-def test_auto_takes_torchs_own_kernel_on_a_gpu_without_packages(nothing_installed: None) -> None:
-    assert isinstance(choose_kernel("auto", GPU_OPERANDS, SPEC), TorchVarlenKernel)
-
-
 def test_auto_takes_the_fastest_kernel_that_is_installed(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,18 +516,6 @@ def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_bo
     assert "kernel torch_varlen, not a faster one: flash4 fails: ImportError: libcute.so: undefined symbol" in line
     assert "flash3 is not installed (from sources" in line
     assert "second line" not in line
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_kernel_that_fails_on_one_gpu_alone_is_named_there(
-    nothing_installed: None, fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("RANK", "3")
-    if fails:
-        monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
-    choose_kernel("auto", GPU_OPERANDS, SPEC)
-
-    assert [record.rank for record in caplog.records if record.levelname == "WARNING"] == [3] * fails
 
 
 @pytest.mark.parametrize(
@@ -706,23 +620,6 @@ def test_heads_that_do_not_divide_are_refused(name: str) -> None:
     assert "4 KV heads" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "dims"), [("flash4", (192, 128)), ("flash4", (256, 256)), ("flash3", (8, 8)), ("flash2", (256, 256))]
-)
-def test_table_lets_kernels_do_what_they_can(name: str, dims: tuple[int, int]) -> None:
-    operands = dataclasses.replace(GPU_OPERANDS, head_dim=dims[0], value_dim=dims[1])
-
-    assert KERNELS[name].capabilities.refusal(operands, SPEC) is None
-
-
-def test_module_without_its_package_is_missing_and_not_an_error() -> None:
-    entry = Entry("absent_package.part.interface", Capabilities(None, ()), ReferenceKernel)
-
-    assert entry.missing() == "is not installed"
-    assert Entry("json", Capabilities(None, ()), ReferenceKernel).missing() is None
-    assert Entry(None, Capabilities(None, ()), ReferenceKernel).missing() is None
-
-
 def test_choosing_on_a_cpu_imports_no_flash_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(f"imported {name}")
@@ -730,12 +627,6 @@ def test_choosing_on_a_cpu_imports_no_flash_package(monkeypatch: pytest.MonkeyPa
     chosen_kernel.cache_clear()
     monkeypatch.setattr(registry.importlib, "import_module", refuse)
     assert isinstance(choose_kernel("auto", CPU_OPERANDS, SPEC), CpuKernel)
-
-
-def test_job_is_read_from_the_tensors() -> None:
-    q, k, v = torch.zeros(9, 6, 24, dtype=torch.bfloat16), torch.zeros(11, 2, 24), torch.zeros(11, 2, 16)
-
-    assert Operands.of(q, k, v) == Operands("cpu", None, torch.bfloat16, 6, 2, 24, 16)
 
 
 # --- how to attend

@@ -121,26 +121,6 @@ def test_a_call_some_of_whose_tensors_reach_no_launch_is_not_repeated() -> None:
         assert package.calls == calls
 
 
-def test_calls_of_two_kernels_in_two_threads_do_not_record_at_the_same_time() -> None:
-    package = Package()
-    package.run()
-    other = RecordedCalls(SimpleNamespace(function=package.function))  # type: ignore[arg-type]
-    recorded, package.recorded = package.recorded, other
-
-    def call_elsewhere(a: torch.Tensor, out: torch.Tensor) -> None:
-        package.before = lambda a, out: None
-        thread = threading.Thread(target=package.run)
-        thread.start()
-        thread.join()
-
-    package.before = call_elsewhere
-    a, out, sums = torch.randn(3, 4).double(), torch.empty(3, 4).double(), torch.empty(3).double()
-    recorded.run(lambda: package.function(a, out, sums, 2.0), (a, out, sums), 2.0)
-    assert len(recorded._known) == 1
-    assert not other._known
-    assert package.function.compile_cache is package.compiled
-
-
 def test_tensors_that_are_aligned_otherwise_are_recorded_by_themselves() -> None:
     package = Package()
     for first, calls in ((0, 1), (0, 2), (1, 3), (0, 3), (1, 3), (2, 3)):  # numbers of 8 bytes

@@ -41,13 +41,6 @@ def test_rows_of_two_tensors_are_gathered_side_by_side() -> None:
     assert beside.tolist() == [[10, 11, -5, 7], [0, 1, 0, 7], [4, 5, -2, 7]]
 
 
-def test_chosen_rows_go_to_chosen_places() -> None:
-    target = torch.zeros(4)
-    copy_rows((torch.arange(1.0, 6.0),), torch.tensor([4, 1]), (target,), torch.tensor([0, 3]))
-
-    assert target.tolist() == [5, 0, 0, 2]
-
-
 def test_steps_are_prepared_for_all_tensors_that_are_alike() -> None:
     like, rows = (torch.zeros(6, 2), torch.zeros(6, 1)), torch.tensor([5, 0, 2])
     copy = prepare_copy(like, rows, (torch.zeros(3, 3),), None)
@@ -61,13 +54,6 @@ def test_steps_are_prepared_for_all_tensors_that_are_alike() -> None:
         assert beside.tolist() == [[10 * layer, 11 * layer, -5], [0, layer, 0], [4 * layer, 5 * layer, -2]]
         assert out[:, 0, 0].tolist() == [0, layer, layer, 0]
         assert lse[:, 0].tolist() == pytest.approx([0, math.log(2), math.log(2), 0])
-
-
-def test_no_rows_change_nothing() -> None:
-    target = torch.ones(3, 2)
-    copy_rows((torch.zeros(0, 2),), None, (target,), torch.zeros(0, dtype=torch.int64))
-
-    assert (target == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -92,14 +78,6 @@ def test_as_many_places_as_rows_are_needed(rows: list[int] | None, places: list[
     target = torch.zeros(5, 4)
     with pytest.raises(ValueError, match=r"cannot copy \d rows to \d places"):
         copy_rows((target[:2],), rows and torch.tensor(rows), (target,), places and torch.tensor(places))
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_rows_of_another_shape_are_refused(count: int) -> None:
-    """Also if there are none of them, and if they are as long."""
-    target, places = torch.zeros(5, 4), torch.arange(count)
-    with pytest.raises(ValueError, match=re.escape("(2, 2) of torch.float32 to (4,) of torch.float32")):
-        copy_rows((torch.ones(count, 2, 2),), None, (target,), places)
 
 
 def test_rows_side_by_side_are_taken_apart_and_put_together() -> None:
@@ -174,16 +152,6 @@ def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
     assert (target == (1 + 2 * unit if rounds_at_once else 1)).all()
 
 
-def test_nothing_is_added_where_nothing_is_shared() -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    target = torch.randn(3, 2)
-    before = target.clone()
-    nothing = torch.randn(0, 2)
-    prepare_add(target, nothing, nothing, RowSums(none, none, none, none, ()))(target, nothing, nothing)
-
-    assert torch.equal(target, before)
-
-
 # --- sinks
 
 
@@ -228,14 +196,6 @@ def test_rows_may_be_scaled_into_another_tensor() -> None:
 
     torch.testing.assert_close(target, before * torch.e**-1)
     assert torch.equal(out, before)
-
-
-def test_nothing_is_added_to_no_rows() -> None:
-    out, lse = rows(torch.float32, tokens=0)
-    add_sinks(out, lse, torch.zeros(3))
-
-    with torch.no_grad():
-        assert sink_gradients(out, out, lse, torch.zeros(3)).tolist() == [0, 0, 0]
 
 
 def test_gradient_is_that_of_one_more_column() -> None:

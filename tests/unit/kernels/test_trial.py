@@ -46,7 +46,7 @@ class Changed:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("heads", [HEADS, (2, 2, 256, 256), (4, 1, 192, 128)], ids=str)
+@pytest.mark.parametrize("heads", [HEADS, (4, 1, 192, 128)], ids=str)
 def test_right_kernels_pass(heads: tuple[int, int, int, int], spec: AttentionSpec, dtype: torch.dtype) -> None:
     assert describe_error(ReferenceKernel(), spec, heads, dtype, CPU) is None
 

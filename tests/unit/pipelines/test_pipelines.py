@@ -1,6 +1,5 @@
 """Pipelines: orders of torch, transfers that wait for each other, known times, and schedules that cannot run."""
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch.distributed.pipelining import schedules as of_torch
 import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.pipelines.pipeline import Pipeline
-from distca_hf.pipelines.schedules import Operation, Queues, Schedule, Seconds, held_micro_batches
+from distca_hf.pipelines.schedules import Operation, Queues, Schedule, held_micro_batches
 
 
 class Recorder:
@@ -90,87 +89,6 @@ def test_transfers_are_posted_where_torch_posts_them(num_stages: int, chunks: in
         ]
 
 
-@pytest.mark.parametrize("queues", [Queues.PAIRS, Queues.STAGES])
-@INTERLEAVED
-def test_streams_that_run_torchs_lists_take_as_long(
-    num_stages: int, chunks: int, micro_batches: int, queues: Queues
-) -> None:
-    pipeline = Pipeline(num_stages, chunks)
-    random = np.random.default_rng(0)
-    forward, backward = random.random((2, pipeline.num_parts, micro_batches))
-    lists = interleaved_of_torch(pipeline, micro_batches).pipeline_order_with_comms
-    expected = Streams(pipeline, lists, queues is Queues.STAGES).run(forward, backward, 0.1)
-
-    schedule = Schedule(pipeline, micro_batches, queues)
-    assert schedule.step_seconds_of_parts(forward, backward, 0.1) == pytest.approx(expected)
-
-
-class Streams:
-    """Runs lists of actions of torch as GPUs do: a stage computes in one stream and transfers in others, each of them
-    in order. A transfer begins when both stages have come to it in their lists and in their streams.
-
-    Args:
-        one: one stream for all transfers of a stage; or one for each other stage.
-    """
-
-    def __init__(self, pipeline: Pipeline, lists: dict[int, list[Any]], one: bool) -> None:
-        self._pipeline, self._one = pipeline, one
-        self._lists = [deque(lists[stage]) for stage in range(pipeline.num_stages)]
-        self._computed = [0.0] * pipeline.num_stages
-        self._posted: dict[tuple[int, ...], deque[tuple[Operation, float, int]]] = {}
-        self._transferred: dict[tuple[int, ...], float] = {}
-        self._arrived: dict[Operation, float] = {}
-
-    def run(self, forward: Seconds, backward: Seconds, hop: float) -> float:
-        """Returns the seconds until all stages have ended."""
-        while any(self._lists):
-            before = sum(map(len, self._lists)), len(self._arrived)
-            for stage in range(self._pipeline.num_stages):
-                self._compute(stage, (backward, forward))
-            self._transfer(hop)
-            assert (sum(map(len, self._lists)), len(self._arrived)) != before, "streams wait for each other"
-        return max(self._computed)
-
-    def _compute(self, stage: int, passes: tuple[Seconds, Seconds]) -> None:
-        """Goes on in the list of a stage as far as inputs have arrived."""
-        actions = self._lists[stage]
-        while actions:
-            kind, part, micro_batch = actions[0].computation_type.value, *actions[0][:3:2]
-            step = 1 if kind.endswith("F") else -1
-            if kind.startswith(("SEND", "RECV")):
-                other = part + step if kind.startswith("SEND") else part - step
-                operation = Operation(step > 0, part + step if kind.startswith("SEND") else part, micro_batch)
-                self._post(stage, self._pipeline.place_of(other)[0], operation)
-            elif kind in ("F", "B"):
-                operation = Operation(step > 0, part, micro_batch)
-                needs = 0 <= part - step < self._pipeline.num_parts
-                if needs and operation not in self._arrived:
-                    return
-                begin = max(self._computed[stage], self._arrived.get(operation, 0.0))
-                self._computed[stage] = begin + passes[step > 0][part, micro_batch]
-            actions.popleft()
-
-    def _stream(self, stage: int, other: int) -> tuple[int, ...]:
-        return (stage,) if self._one else (stage, other)
-
-    def _post(self, stage: int, other: int, operation: Operation) -> None:
-        posted = self._posted.setdefault(self._stream(stage, other), deque())
-        posted.append((operation, self._computed[stage], other))
-
-    def _transfer(self, hop: float) -> None:
-        """Runs transfers that are next at both of their ends."""
-        for here, posted in self._posted.items():
-            while posted:
-                operation, ready, other = posted[0]
-                there = self._stream(other, here[0])
-                if not self._posted.get(there) or self._posted[there][0][0] != operation:
-                    break
-                begins = ready, self._posted[there][0][1], *(self._transferred.get(end, 0.0) for end in (here, there))
-                self._transferred[here] = self._transferred[there] = self._arrived[operation] = max(begins) + hop
-                posted.popleft()
-                self._posted[there].popleft()
-
-
 def test_a_receive_holds_up_what_is_posted_behind_it() -> None:
     """Two stages of two chunks, two micro-batches. Parts 0 and 1 take time forward, and nothing else does."""
     forward = np.array([[1.0, 1.0], [10.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
@@ -207,29 +125,11 @@ def test_chunks_divide_the_time_of_filling_and_draining() -> None:
     assert waited == pytest.approx([9.0, 4.5, 2.25])
 
 
-def test_two_stages_by_hand() -> None:
-    """Stage 0: F0 F1 B0 B1. Stage 1: F0 B0 F1 B1. A hop takes 10, backward of the second micro-batch 7 a stage."""
-    schedule = Schedule(Pipeline(2), 2)
-    forward, backward = np.array([2.0, 4.0]), np.array([6.0, 14.0])
-    # F0 ends at 1 and, behind a hop, at 12 on stage 1; B0 there at 15; F1 at 17 (its input came at 13), B1 at 24.
-    # Stage 0 has B0 from 25 to 28, and B1 from 34 to 41.
-    assert schedule.step_seconds(forward, backward, hop_seconds=10.0) == 41.0
-
-
 def test_parts_with_times_of_their_own_by_hand() -> None:
     """Stage 0: F0 F1 B0 B1. Stage 1: F0 B0 F1 B1, with a head that takes as long again as its layers."""
     forward, backward = np.array([[1.0, 2.0], [2.0, 4.0]]), np.array([[3.0, 7.0], [6.0, 14.0]])
     # Stage 1 has F0 from 1 to 3, B0 to 9, F1 to 13 and B1 to 27. Stage 0 has B0 from 9 to 12, and B1 from 27 to 34.
     assert Schedule(Pipeline(2), 2).step_seconds_of_parts(forward, backward) == 34.0
-
-
-def test_steps_side_by_side_are_those_one_by_one() -> None:
-    random = np.random.default_rng(0)
-    forward, backward = random.random((5, 3, 8)), random.random((5, 3, 8))
-    schedule = Schedule(Pipeline(4, 2), 8)
-    together = schedule.step_seconds(forward, backward, 0.1)
-    assert together.shape == (5, 3)
-    assert together[4, 1] == schedule.step_seconds(forward[4, 1], backward[4, 1], 0.1)
 
 
 def test_parts_may_have_unequally_many_layers() -> None:
@@ -261,8 +161,3 @@ def test_schedules_that_cannot_run(pipeline: Pipeline, micro_steps: int, num_lay
 def test_sizes_that_are_no_pipeline(sizes: tuple[int, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         distca_hf.Pipeline(*sizes)
-
-
-def test_1f1b_takes_any_number_that_fills_it() -> None:
-    Pipeline(4).check(7)
-    Pipeline(4, 4).check(8, 16)

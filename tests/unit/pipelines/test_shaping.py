@@ -24,9 +24,7 @@ from distca_hf.flops import LLAMA_8B_COSTS
 from distca_hf.pipelines.pipeline import (
     Pipeline,
     divide,
-    orders_to_try,
     shape_step,
-    shares_to_try,
     simulate,
     work_of_documents,
 )
@@ -80,24 +78,6 @@ def test_every_document_is_in_one_micro_batch_that_holds_it(
     assert all(lengths[group].sum() <= capacity for group in groups)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("micro_batches", [4, 8, 16])
-def test_work_is_in_the_shares_that_were_asked_for(seed: int, micro_batches: int) -> None:
-    capacity = 2**20
-    lengths = mix(seed, int(0.998 * micro_batches * capacity), 60_000)
-    work = work_of_documents(lengths)
-    even = divide(lengths, work, [1.0] * micro_batches, capacity)
-    halved = divide(lengths, work, [0.7, 0.7] + [1.0] * (micro_batches - 2), capacity)
-
-    assert even is not None
-    assert halved is not None
-    of_even = np.array([work[group].sum() for group in even])
-    assert of_even.max() <= 1.01 * of_even.mean()
-    of_halved = np.array([work[group].sum() for group in halved])
-    assert of_halved[:2] == pytest.approx(0.7 * of_halved[2:].mean(), rel=0.02)
-    assert of_halved[2:].max() <= 1.02 * of_halved[2:].mean()
-
-
 def test_a_full_step_finds_room_by_exchanging_documents() -> None:
     """A step of real documents with 31 tokens of room in eight micro-batches; dealing leaves over one of 39 tokens."""
     capacity = 8 * 32_768
@@ -146,14 +126,6 @@ def test_light_micro_batches_are_first_and_last() -> None:
     assert load[-1] < 0.5 * load.mean()
 
 
-def test_shares_and_orders_hold_every_micro_batch() -> None:
-    for shares in shares_to_try(6, 4):
-        assert len(shares) == 6
-        assert max(shares) == 1.0
-    for order in orders_to_try(np.array([5, 1, 4, 1, 3])):
-        assert sorted(order.tolist()) == [0, 1, 2, 3, 4]
-
-
 def test_work_is_a_mean_over_layers() -> None:
     lengths = np.array([1, 10, 100])
     full, window = lengths * (lengths + 1) // 2, np.array([1, 4 * 10 - 6, 4 * 100 - 6])
@@ -188,18 +160,6 @@ def test_divisions_without_room_for_whole_documents_are_passed_over() -> None:
 
     assert sorted(group.tolist() for group in kept) == sorted(group.tolist() for group in as_packed)
     assert all(fit_whole(lengths[group], 2, 65_536).all() for group in fitting)
-
-
-@pytest.mark.parametrize("multiple", [1, 4, 6])
-def test_an_epoch_of_whole_steps_has_every_document_once(multiple: int) -> None:
-    lengths = mix(2, 15 * 65_536, 65_536)
-    packer = EpochPacker(lengths, 65_536, seed=1, multiple=multiple)
-    for number in (0, 1, 2):
-        epoch = packer.epoch(number)
-        assert epoch.num_micro_batches == packer.num_micro_batches
-        assert epoch.num_micro_batches % multiple == 0
-        assert sorted(epoch.documents.tolist()) == list(range(len(lengths)))
-        assert max(lengths[epoch.micro_batch(at)].sum() for at in range(epoch.num_micro_batches)) <= 65_536
 
 
 def test_fewer_documents_than_micro_batches_are_refused() -> None:

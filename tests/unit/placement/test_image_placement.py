@@ -36,23 +36,6 @@ def test_few_images_leave_their_rank() -> None:
     assert (rank_of[:4] == 0).sum() == (rank_of[:4] == 1).sum() == 2
 
 
-def test_work_is_even_on_mixes_of_pages_photos_and_text() -> None:
-    """Half of the ranks hold no image. The busiest has hardly more than the mean, or than the least that images allow,
-    which are not divided."""
-    random = np.random.default_rng(0)
-    for num_ranks in (2, 4, 8, 64):
-        for _ in range(20):
-            home = np.sort(random.integers(0, num_ranks // 2 + 1, num_ranks * 6)) % num_ranks
-            patches = random.choice([PAGE, PHOTO, 4 * PHOTO, 300], len(home), p=[0.2, 0.4, 0.2, 0.2])
-            work = COST.work_of(patches)
-            placed = sum_by(place_images(work, home, num_ranks).rank_of, work, num_ranks)
-
-            assert placed.sum() == work.sum()
-            large = np.sort(work)[::-1][: num_ranks + 1]  # two of these share a rank
-            assert placed.max() <= 1.1 * max(work.sum() / num_ranks, large[0], large[-1] + large[-2])
-            assert placed.max() <= sum_by(home, work, num_ranks).max()
-
-
 def test_a_rank_without_an_image_computes_a_copy_of_the_smallest() -> None:
     placed = place_images(np.array([5, 90]), np.array([2, 2]), 4, every_rank=True)
 

@@ -1,7 +1,6 @@
 """Placement of batches worth looking at: equal documents, one document, dust, giants, fewer tokens than ranks."""
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -41,8 +40,7 @@ def test_no_documents_leave_all_ranks_empty(num_ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "num_ranks"),
-    [(1000, 2), (1000, 3), (1000, 5)]
-    + [(tokens, ranks) for tokens in (65536, 65537, 131071, 2**20) for ranks in (2, 3, 4, 5, 8, 24, 64)],
+    [(1000, 2), (1000, 3), (1000, 5)] + [(tokens, ranks) for tokens in (65537, 2**20) for ranks in (2, 5, 24, 64)],
 )
 def test_one_document_over_all_ranks_is_a_zigzag(tokens: int, num_ranks: int) -> None:
     """The n-th rank from the back ends where the n-th of 2 x ranks equal parts from the back does, up to a tile: work
@@ -55,27 +53,13 @@ def test_one_document_over_all_ranks_is_a_zigzag(tokens: int, num_ranks: int) ->
     assert work_off(layout) <= 0.008 + 4 * num_ranks / tokens
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 1000, 1024, 4096, 2**20])
-@pytest.mark.parametrize(("per_rank", "num_ranks"), [(1, 2), (1, 24), (2, 5), (3, 3), (4, 8), (7, 2), (9, 64)])
+@pytest.mark.parametrize("tokens", [1, 1000, 2**20])
+@pytest.mark.parametrize(("per_rank", "num_ranks"), [(1, 24), (2, 5), (9, 64)])
 def test_equal_documents_that_divide_evenly_are_not_cut(tokens: int, per_rank: int, num_ranks: int) -> None:
     layout = place([tokens] * (per_rank * num_ranks), num_ranks)
 
     assert all((start, stop) == (0, tokens) for rank in range(num_ranks) for _, start, stop in layout.held_by(rank))
     assert [len(layout.held_by(rank)) for rank in range(num_ranks)] == [per_rank] * num_ranks
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
-@pytest.mark.parametrize("giant", [20_000, 500_000])
-def test_one_giant_among_dust_is_balanced(giant: int, num_ranks: int) -> None:
-    rng = random.Random(giant)
-    lengths = [rng.randint(1, 300) for _ in range(1000)]
-    lengths.insert(500, giant)
-
-    layout = place(lengths, num_ranks)
-
-    layout.validate()
-    assert layout.rank_tokens.max() - layout.rank_tokens.min() <= 1
-    assert work_off(layout) <= 0.008
 
 
 def test_a_giant_of_the_longest_length_is_balanced_in_exact_integers() -> None:
@@ -89,20 +73,6 @@ def test_a_giant_of_the_longest_length_is_balanced_in_exact_integers() -> None:
 
 
 # --- what the loader relies on
-
-
-@pytest.mark.parametrize(
-    ("lengths", "num_ranks"),
-    [
-        ([43455, 17138, 23759, 44293, 19604, 19184], 7),
-        ([5565, 6935, 35133, 11634, 17665, 5748, 5434, 2263, 5600, 7879, 36079, 3991, 4823, 46635], 8),
-        ([43881, 43295, 17696, 61166, 18954], 16),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_work_is_within_the_promised_share_where_small_misses_add_up(lengths: list[int], num_ranks: int) -> None:
-    """Many long documents: every rank misses its goal a little, and the last one inherits what is left."""
-    assert work_off(place(lengths, num_ranks)) <= 0.008
 
 
 def test_layout_does_not_depend_on_the_process() -> None:

@@ -96,14 +96,6 @@ def test_a_document_that_goes_on_to_another_node_is_striped_on_both() -> None:
     assert sum(stripe.stop - stripe.start for stripe in stripes) >= 40_000 - 4096
 
 
-def test_topology_changes_nothing_on_nodes_of_one_rank_but_the_order_of_ranks() -> None:
-    lengths = [500, 20, 3000, 1, 9000, 77] * 10
-    flat, nodes = place(lengths, 6), place(lengths, 6, topology=Topology(6, 1))
-
-    assert sorted(flat.rank_tokens.tolist()) == sorted(nodes.rank_tokens.tolist())
-    assert nodes.stripes == ()
-
-
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

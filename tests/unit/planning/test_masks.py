@@ -17,7 +17,7 @@ from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import keys_between
-from support.layouts import packed_layout, random_plan, striped_layout
+from support.layouts import random_plan, striped_layout
 
 
 MASKS = st.builds(Mask, st.none() | st.integers(1, 600))
@@ -67,15 +67,6 @@ def test_placed_and_moved_plans_are_balanced_for_their_mask(mask: Mask) -> None:
         assert imbalance(plan.work) < 1.04
 
 
-def test_a_task_reads_others_if_its_mask_reaches_before_it() -> None:
-    layout = Layout.from_segments([10], [[(0, 0, 6)], [(0, 6, 10)]])
-
-    assert plan_in_place(layout, mask=Mask(1)).reads_others.tolist() == [False, False]
-    assert plan_in_place(layout, mask=Mask(2)).reads_others.tolist() == [False, True]
-    assert plan_in_place(layout, mask=Mask(2)).tasks.first_key.tolist() == [0, 5]
-    assert plan_in_place(layout).tasks.first_key.tolist() == [0, 0]
-
-
 def test_a_mask_is_a_part_of_the_fingerprint() -> None:
     layout = Layout.from_packs([[10], [4, 4]])
     fingerprints = {plan_in_place(layout, mask=Mask(window)).fingerprint for window in (None, 4, 5)}
@@ -83,15 +74,6 @@ def test_a_mask_is_a_part_of_the_fingerprint() -> None:
     assert len(fingerprints) == 3
     assert np.array_equal(rank_plan(plan_in_place(layout, mask=Mask()), 1).facts.work, [55, 20])
     assert np.array_equal(rank_plan(plan_in_place(layout, mask=Mask(4)), 1).facts.work, [34, 20])
-
-
-def test_packs_of_whole_documents_exchange_nothing() -> None:
-    plan = plan_in_place(packed_layout(random.Random(0), 4, 50)).of_window(Mask(3))
-    for rank in range(4):
-        routing = rank_plan(plan, rank).forward
-        assert not routing.exchanges
-        assert not routing.prefix
-        assert routing.remote_kv_rows == 0
 
 
 def test_a_long_document_costs_a_halo_for_each_part() -> None:

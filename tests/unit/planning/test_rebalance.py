@@ -10,8 +10,7 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.rebalance.donors import Prices, Strategy, merge_short_tails
-from distca_hf.planning.rebalance.greedy import WorkGaps, work_limits
+from distca_hf.planning.rebalance.greedy import WorkGaps
 from distca_hf.planning.transfers import bytes_between
 from lib.planning.mixes import batch
 from lib.planning.published_greedy import plan_published_greedy
@@ -69,27 +68,6 @@ def test_a_short_tail_is_computed_where_its_keys_are() -> None:
     assert largest_bytes(plan) < 0.2 * largest_bytes(plan_in_place(plan.layout))
 
 
-def test_a_short_tail_may_be_merged_for_some_heads() -> None:
-    prices = Prices.opening([False, False], 1.0)
-    strategy = Strategy(merge_heads=0.25)
-    segments = [(0, 100_000, 0), (100_000, 101_000, 1)]
-
-    first, second = merge_short_tails(7, segments, 8, TokenBytes(), prices, strategy)
-    assert (first.rank, first.start, first.own_stop, first.stop) == (0, 0, 100_000, 101_000)
-    assert first.tops == [101_000] * 2 + [100_000] * 6
-    assert (second.rank, second.start, second.stop) == (1, 100_000, 101_000)
-    assert second.tops == [100_000] * 2 + [101_000] * 6
-
-
-def test_a_document_that_goes_on_is_merged_for_all_heads() -> None:
-    prices = Prices.opening([False] * 3, 1.0)
-    segments = [(0, 100_000, 0), (100_000, 101_000, 1), (101_000, 201_000, 2)]
-
-    first, second = merge_short_tails(7, segments, 8, TokenBytes(), prices, Strategy(merge_heads=0.25))
-    assert (first.stop, first.tops) == (101_000, [101_000] * 8)
-    assert (second.rank, second.start, second.tops) == (2, 101_000, [201_000] * 8)
-
-
 def test_nodes_level_among_themselves_first() -> None:
     """Two nodes, each with one long document: nothing has to travel between them."""
     layout = Layout.from_packs([[60_000], [10], [10], [60_000], [10], [10]])
@@ -104,6 +82,8 @@ def test_a_node_gives_what_it_has_too_much() -> None:
     across = gaps.between_nodes(Topology(4, 2))
 
     assert across == WorkGaps({0: 4.0}, {2: 3.0, 3: 3.0})
+    # The ranks with the largest gaps come first.
+    assert WorkGaps.of([10, 2, 4, 3, 1, 6], [4.0] * 6).between_nodes(Topology(6, 3)) == WorkGaps({0: 4.0}, {4: 2.0})
 
 
 def test_dedicated_servers_compute_everything() -> None:
@@ -113,11 +93,6 @@ def test_dedicated_servers_compute_everything() -> None:
 
     assert plan.work[:2].sum() == 0
     assert plan.work[3] / plan.work[2] == pytest.approx(3, rel=0.1)
-
-
-def test_tolerance_is_on_the_largest_rank() -> None:
-    np.testing.assert_allclose(work_limits(1000, 4, None, 0.02), [255] * 4)
-    np.testing.assert_allclose(work_limits(1000, 3, [0, 1, 4], 0.0), [0, 200, 800])
 
 
 def test_a_limit_of_bytes_is_kept_at_the_price_of_balance() -> None:

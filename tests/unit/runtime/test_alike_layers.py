@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Room, Spans, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -39,53 +38,6 @@ def alone(rows: int = 5) -> LivePlan:
     """A plan of one rank with two documents, and padding if there are more rows."""
     layout = Layout.from_segments([3, 2], [[(0, 0, 3), (1, 0, 2)]], [rows])
     return live_plan(layout, LocalTransport(), DistCAConfig(kernel="reference"))
-
-
-def test_layers_are_alike_where_tensors_and_how_they_attend_are() -> None:
-    plan, (q, k, v) = alone(), tensors(5)
-    layers = plan.lookup.alike(q, k, v, SPEC, "a layer")
-    strided = k.transpose(0, 1).contiguous().transpose(0, 1)
-
-    assert plan.lookup.alike(*tensors(5), SPEC, "a layer") is layers
-    assert plan.lookup.alike(q, k, v, SPEC._replace(window_tokens=3), "a layer").spec == SPEC  # no document is longer
-    for others in (
-        plan.lookup.alike(q, strided, v, SPEC, "a layer"),
-        plan.lookup.alike(*tensors(5, torch.float32), SPEC, "a layer"),
-        plan.lookup.alike(q, k, v, SPEC._replace(softcap=2.0), "a layer"),
-        alone().lookup.alike(q, k, v, SPEC, "a layer"),
-    ):
-        assert others is not layers
-        assert others.forward_kv is not layers.forward_kv
-
-
-def test_calls_of_backward_are_made_once() -> None:
-    layers = alone().lookup.alike(*tensors(5), SPEC, "a layer")
-
-    assert layers.backward_calls(rows_come=True) is layers.backward_calls(rows_come=True)
-    assert layers.backward_calls(rows_come=False) is not layers.backward_calls(rows_come=True)
-
-
-class Notes:
-    """A kernel that notes the queries of its calls, and whether it got room."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, bool]] = []
-
-    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        self.calls.append((len(inputs.q_TNH), room is not NEW))
-        out, lse = empty_outputs(inputs.q_TNH, inputs.v_SGV)
-        return room.filled(out.zero_(), lse.zero_())
-
-
-@pytest.mark.parametrize(("rows", "gets_room"), [(5, False), (8, True)], ids=["all rows", "padding"])
-def test_a_call_that_writes_all_rows_makes_room_itself(rows: int, gets_room: bool) -> None:
-    plan, kernel = alone(rows), Notes()
-    plan.lookup.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
-    out, lse, _ = attend(*tensors(rows), SPEC, plan)
-
-    assert kernel.calls == [(5, gets_room)]
-    assert (out.shape, lse.shape) == ((rows, HEADS, DIM), (rows, HEADS))
-    assert not out[5:].any()
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["in place", "queries move"])

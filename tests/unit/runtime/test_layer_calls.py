@@ -1,6 +1,5 @@
 """Which heads of local calls are computed when: all of them once, and about as much late as is asked for."""
 
-import random
 from collections import Counter
 
 import pytest
@@ -13,10 +12,8 @@ from distca_hf.layout import Layout
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import route
-from distca_hf.runtime.alike_layers import LayerCalls, divide_calls, with_kv_heads
-from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
-from distca_hf.runtime.kernel_calls import view_of
-from support.layouts import random_layout, random_plan
+from distca_hf.runtime.alike_layers import LayerCalls, divide_calls
+from distca_hf.runtime.device_routing import DeviceCall, PinnedRouting
 
 
 def call(row: int, pairs_of_head: int, heads: tuple[int, int], kind: CallKind = CallKind.LOCAL) -> DeviceCall:
@@ -46,10 +43,6 @@ def test_last_heads_of_last_calls_are_late(share: float, early: list[object], la
     assert [told(part) for part in parts] == [early, late]
 
 
-def test_no_calls_are_divided_in_none() -> None:
-    assert divide_calls([], 0.5) == ((), ())
-
-
 @given(
     calls=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 3), st.integers(1, 5)), max_size=6),
     share=st.floats(0, 1),
@@ -71,20 +64,6 @@ def test_every_head_is_computed_once_and_about_the_share_is_late(
     assert abs(sum(part.pairs for part in late) - share * total) <= largest / 2 + 1e-6 * total
 
 
-def test_groups_become_the_kv_heads_of_a_layer() -> None:
-    groups = [call(0, 10, (0, 2)), call(5, 10, (1, 2), CallKind.PREFIX)]
-
-    assert told(with_kv_heads(groups, 4)) == [(0, (0, 8), 20), (5, (4, 8), 10)]
-    assert [part.rows_per_token for part in with_kv_heads(groups, 4)] == [2, 1]
-
-
-def maps_of(seed: int, head_groups: int) -> DeviceRouting:
-    rng = random.Random(seed)
-    return PinnedRouting.prepare(route(random_plan(rng, random_layout(rng, 2), head_groups), 0)).to(
-        torch.device("cpu")
-    )
-
-
 @pytest.mark.parametrize("results_leave", [True, False])
 @pytest.mark.parametrize("rows_come", [True, False])
 def test_nothing_is_late_unless_results_leave(rows_come: bool, results_leave: bool) -> None:
@@ -99,25 +78,3 @@ def test_nothing_is_late_unless_results_leave(rows_come: bool, results_leave: bo
     expected = maps.late_share * results_leave / (2 if rows_come else 1)
     assert late / total == pytest.approx(expected, abs=1 / 32)
     assert bool(calls.late) == results_leave
-
-
-@pytest.mark.parametrize("kv_heads", [4, 8])
-@pytest.mark.parametrize("head_groups", [1, 2])
-def test_calls_name_heads_of_the_layer(head_groups: int, kv_heads: int) -> None:
-    for seed in range(10):
-        maps = maps_of(seed, head_groups)
-        calls = LayerCalls.of(maps, kv_heads, rows_come=True, results_leave=True)
-
-        assert len(calls.prefix) == len(maps.chunks)
-        for part in (*calls.early, *calls.late, *(part for of_chunk in calls.prefix for part in of_chunk)):
-            assert 0 <= part.heads[0] < part.heads[1] <= kv_heads
-
-
-def test_parts_are_taken_of_tensors_that_are_alike() -> None:
-    wide, other = torch.arange(48).view(2, 4, 6), -torch.arange(48).view(2, 4, 6)
-    whole, like = wide[:, 1:], other[:, 1:]
-    part = whole[1:, :, 2:4]
-
-    assert torch.equal(view_of(part, whole)(like), like[1:, :, 2:4])
-    assert view_of(part, whole)(like).untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    assert view_of(whole, whole)(like) is like

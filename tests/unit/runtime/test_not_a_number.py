@@ -16,6 +16,7 @@ from distca_hf.runtime.op import flash_attn
 from distca_hf.testing import rows_of_rank, run_ranks
 from support.layouts import padding_rows, random_layout, random_plan
 from support.parity import SPEC, Case, live_plan
+from support.thorough import is_thorough
 
 
 NUM_RANKS = 3
@@ -48,7 +49,7 @@ def results_of(case: Case, plan: Plan, spoilt: int | None, which: int, value: fl
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
 @pytest.mark.parametrize("moves", [False, True], ids=["placed", "moved"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3) if is_thorough() else [1])
 def test_other_documents_are_bit_equal(seed: int, moves: bool, which: int, value: float) -> None:
     rng = random.Random(seed)
     layout = random_layout(rng, NUM_RANKS)

@@ -9,16 +9,15 @@ import torch
 
 from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport, Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.interface import Inputs, accumulation_dtype, empty_outputs
+from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import Routing, route
 from distca_hf.planning.transfers import ExchangeChunks
-from distca_hf.runtime.attention import attend
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
 from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.remote_kv import KVDispatch, PreparedKV, RemoteKV, RemoteKVGradients, row_width, side_by_side
+from distca_hf.runtime.remote_kv import KVDispatch, PreparedKV, RemoteKV, RemoteKVGradients, side_by_side
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SPEC, Case, compare, live_plan
@@ -45,34 +44,6 @@ def keys(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor,
 
 
 # --- keys
-
-
-def test_rows_travel_side_by_side_and_are_seen_apart() -> None:
-    maps, (k, v) = maps_of(SHARED, 1), keys(7)
-    chosen, of_layers = torch.tensor([5, 0, 6]), PreparedKV(k, v, maps)
-    rows = side_by_side(k, v, chosen)
-
-    assert rows.shape == (3, row_width(k, v))
-    assert torch.equal(rows, torch.cat([k[chosen].flatten(1), v[chosen].flatten(1)], dim=1))
-    assert torch.equal(side_by_side(k, v, slice(2, 6)), side_by_side(k, v, torch.arange(2, 6)))
-    for part, x in zip(of_layers.apart(rows), (k, v), strict=True):
-        assert torch.equal(part, x[chosen])
-        assert part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
-    for part, x in zip(of_layers.apart(rows[1:]), (k, v), strict=True):
-        assert torch.equal(part, x[chosen[1:]])
-
-
-def test_rows_that_come_in_order_are_the_store() -> None:
-    maps, (k, v) = maps_of(SHARED, 1), keys(7)
-    rows = PreparedKV(k, v, maps)
-    received = torch.randn(2, rows.width, dtype=k.dtype)
-    store = RemoteKV.open(k, v, received, rows)
-    came = torch.randn_like(received)
-    received.copy_(came)
-    store.put_received(received, slice(0, 2), rows)
-
-    assert store.both is received
-    assert torch.equal(side_by_side(store.k, store.v, ALL), came)
 
 
 def test_rows_that_have_left_are_let_go() -> None:
@@ -147,38 +118,6 @@ def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
         assert torch.equal(travelling, side_by_side(*(x[came[rows]].to(dtype) for x in expected), ALL))
 
 
-def test_gradients_of_rows_that_one_call_reads_are_written_where_they_travel_from() -> None:
-    maps, (k, v) = maps_of(SHARED, 1), keys(7, torch.bfloat16)
-    assert not maps.sums_remote_kv
-    gradients = RemoteKVGradients(k, v, PreparedKV(k, v, maps))
-    for call, *parts in parts_of(maps, torch.bfloat16):
-        for part, total in zip(parts, keys_of(call, 1, gradients.total.k, gradients.total.v), strict=True):
-            target = gradients.target(call, total)
-            target.copy_(part)
-            gradients.settle(call, target, total)
-
-    travelling = gradients.rows_to_send(slice(0, 2))
-    assert travelling.data_ptr() == gradients.total.k.data_ptr()
-    assert torch.equal(travelling, side_by_side(*parts, ALL))
-
-
-@pytest.mark.parametrize(
-    ("layout", "rank", "adding", "sums"),
-    [
-        (SCATTERED, 0, [(0, 2)], False),
-        (SCATTERED, 1, [], False),
-        (SHARED, 1, [], False),
-        (THRICE, 0, [], True),
-    ],
-)
-def test_sums_are_known_from_the_calls(layout: Layout, rank: int, adding: list[tuple[int, int]], sums: bool) -> None:
-    """Only the smaller of two calls that read the same keys adds; of three all do."""
-    maps = maps_of(layout, rank)
-
-    added = [(call.keys.start, call.keys.stop) for chunk in maps.chunks for call in chunk.prefix if call.adds]
-    assert (added, maps.sums_remote_kv) == (adding, sums)
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("layout", [SCATTERED, SHARED, THRICE], ids=["scattered", "shared", "thrice"])
 def test_attention_is_exact_where_calls_read_the_same_keys(layout: Layout, seed: int) -> None:
@@ -187,33 +126,6 @@ def test_attention_is_exact_where_calls_read_the_same_keys(layout: Layout, seed:
     for difference in run_ranks(2, lambda transport: compare(case, transport)):
         assert difference.largest <= 1e-12
         assert difference.as_planned
-
-
-def test_keys_are_read_where_they_lie() -> None:
-    """Local calls get views of the very tensors, in the order of the layout, and calls on the remote KV views of
-    it."""
-    seen: list[tuple[str, int]] = []
-
-    class Looks:
-        def forward(self, inputs: Inputs, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.append(("query", inputs.q_TNH.data_ptr()))
-            seen.append(("key", inputs.k_SGH.data_ptr()))
-            return empty_outputs(inputs.q_TNH, inputs.v_SGV)
-
-    def run(transport: Transport) -> None:
-        live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
-        rows = int(SHARED.rank_rows[transport.rank])
-        q, k, v = torch.randn(rows, 4, DIM), *(torch.randn(rows, KV_HEADS, dim) for dim in (DIM, VALUE_DIM))
-        live.lookup.kernel = lambda *given: Looks()  # type: ignore[method-assign,assignment]
-        attend(q, k, v, SPEC, live)
-        if transport.rank == 0:
-            assert ("query", q.data_ptr()) in seen
-            assert ("key", k.data_ptr()) in seen
-        else:
-            assert ("query", q[1:].data_ptr()) in seen  # d0[2:8] once more, behind d2
-            assert ("key", k.data_ptr()) in seen
-
-    run_ranks(2, run)
 
 
 def test_gradients_do_not_depend_on_how_tensors_lie() -> None:

@@ -2,8 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
@@ -12,20 +10,17 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import distca_hf
-from distca_hf.comm.transport import LocalTransport, Transport
+from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.placement.place import place
-from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.retention import HeldLayers, Retention, kept_bytes, received_bytes
-from distca_hf.testing import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
 from support.models import tiny_model
 from support.parity import SPEC, live_plan
-from support.plans import NUM_RANKS, anywhere, divided, placed, striped
 
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
@@ -133,19 +128,6 @@ def test_first_layer_decides_for_all_layers_of_the_micro_batch() -> None:
     assert live.retention(SPEC).keeps_received(*tensors(5))
 
 
-def test_rows_of_one_group_of_heads_are_parts_of_tokens() -> None:
-    whole = kept_bytes(plan_of(RECEIVED).facts, *tensors(5))
-
-    assert kept_bytes(plan_of(RECEIVED | {"rows_per_token": 2}).facts, *tensors(5)) == whole // 2
-
-
-def test_half_precision_keeps_log_sum_exps_in_fp32() -> None:
-    facts = {"key_rows_received": (1,), "remote_query_rows": (1,)}
-    bytes_of_both = 2 * KV_HEADS * (DIM + VALUE_DIM) + HEADS * (2 * (DIM + VALUE_DIM) + 4)
-
-    assert kept_bytes(plan_of(facts).facts, *tensors(5, torch.bfloat16)) == bytes_of_both
-
-
 def test_a_plan_may_be_used_for_inference_before_training() -> None:
     """Reference log-probabilities on the batch that is trained on next."""
     live = plan_of({"key_rows_received": (0,), "remote_query_rows": (0,)}, kv_residency="refetch", kernel="reference")
@@ -192,55 +174,6 @@ def test_layers_that_are_not_recomputed_count_beside_those_of_one_region(
         assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == fits
 
 
-# --- what is really kept
-
-
-def run_one_layer(plan: Plan, layers: int = 1, **settings: Any) -> list[tuple[int, int, bool, int]]:
-    """Of each rank: bytes of a layer by the facts and in truth, what was decided, exchanges of backward."""
-
-    def run(transport: Transport) -> tuple[int, int, bool, int]:
-        live = live_plan(plan.layout, transport, DistCAConfig(kernel="reference", **settings), plan=plan)
-        live.retention(SPEC).layers = HeldLayers(saved=layers)
-        held = tensors(int(plan.layout.rank_rows[transport.rank]))
-        out, _, *kept = flash_attn(*held, SPEC, live.handle)
-        before = transport.traffic.exchanges
-        out.sum().backward()
-        assert live.retention(SPEC).keeps is not None
-        really = sum(x.nbytes for x in kept)
-        return kept_bytes(live.facts, *held), really, live.retention(SPEC).keeps, transport.traffic.exchanges - before
-
-    return run_ranks(NUM_RANKS, run)
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("make", [placed, anywhere, divided, striped])
-def test_facts_say_what_the_rank_that_receives_most_keeps(make: Callable[[int], Plan], seed: int) -> None:
-    told, kept, _, _ = zip(*run_one_layer(make(seed), kv_residency="keep"), strict=True)
-
-    assert set(told) == {max(kept)}
-
-
-@pytest.mark.parametrize("make", [placed, anywhere, divided, striped])
-def test_nothing_is_kept_that_is_fetched_again(make: Callable[[int], Plan]) -> None:
-    for _, kept, keeps, _ in run_one_layer(make(1), kv_residency="refetch"):
-        assert (kept, keeps) == (0, False)
-
-
-@pytest.mark.parametrize("layers", [1, 7])
-@pytest.mark.parametrize("make", [placed, anywhere, divided, striped])
-def test_ranks_decide_alike_and_exchange_alike(make: Callable[[int], Plan], layers: int) -> None:
-    """Also those that receive nothing: around the budget all fetch again, or none."""
-    plan = next(plan for plan in map(make, count()) if len(key_transfers(plan)))
-    most = run_one_layer(plan)[0][0]
-    moves = 2 * plan.moves_queries
-    for spare, keeps in ((0, True), (-1, False)):
-        ranks = run_one_layer(plan, layers, kv_budget_gib=(layers * most + spare) / GIB)
-        assert most > 0
-        assert [decided for _, _, decided, _ in ranks] == [keeps] * NUM_RANKS
-        assert [exchanges for *_, exchanges in ranks] == [(1 if keeps else 2) + moves] * NUM_RANKS
-        assert any(kept for _, kept, _, _ in ranks) == keeps
-
-
 # --- layers that count
 
 
@@ -274,14 +207,6 @@ def test_layers_whose_attention_is_recomputed_count_once(form: str, setting: Any
         model.gradient_checkpointing_enable(arguments["gradient_checkpointing_kwargs"])
 
     assert trained_layers(model, setting) == (4 + layers.recomputed, layers)
-
-
-def test_layers_that_are_not_checkpointed_all_count() -> None:
-    model = tiny_model(num_hidden_layers=4).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.model.layers[2].gradient_checkpointing = False
-
-    assert trained_layers(model, "recompute") == (7, HeldLayers(saved=1, recomputed=3, together=1))
 
 
 def test_layers_of_one_region_count_together() -> None:

@@ -68,16 +68,6 @@ def test_a_server_lives_from_its_first_beat_until_it_is_silent_for_too_long(
     assert (watch.restarts(1), watch.silent_seconds(1)) == (4, 0.0)
 
 
-def test_the_next_process_takes_the_place_of_the_last(store: JobStore) -> None:
-    watch = Watch(store, 1, 1.0)
-    Heartbeat(store, 0, 0, None).beat()
-    watch.look()
-    Heartbeat(store, 0, 1, None).beat()
-    watch.look()
-
-    assert watch.restarts(0) == 1
-
-
 def test_a_copied_beat_keeps_no_server_alive(store: JobStore, advance: Callable[[float], None]) -> None:
     """One that somebody else has written there again, or made up."""
     watch, heartbeat = Watch(store, 1, 1.0), Heartbeat(store, 0, 3, None)

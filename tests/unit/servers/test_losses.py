@@ -13,7 +13,7 @@ from distca_hf.errors import ConfigError, PeerLostError, ServerLostError, StoreL
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.posted import AnnouncedCall
 from distca_hf.servers import heartbeats, served_transport
-from distca_hf.servers.heartbeats import MOST_LOSSES, LostServers
+from distca_hf.servers.heartbeats import MOST_LOSSES
 from distca_hf.servers.job_store import JobStore
 from distca_hf.servers.memberships import Member, membership_store
 from distca_hf.servers.posted_plans import PostedPlan, Slots
@@ -160,17 +160,6 @@ def test_without_the_last_server_that_alone_may_attend_training_ends(monkeypatch
         lose(transport, 0)
     with pytest.raises(PeerLostError, match="none of 1 attention servers is left, and trainers_attend=False"):
         lose(transport, 0)
-
-
-def test_servers_that_never_answered_are_named_by_number(caplog: pytest.LogCaptureFixture) -> None:
-    losses = LostServers()
-    with caplog.at_level(logging.WARNING, "distca_hf"):
-        for start in range(MOST_LOSSES):
-            losses.note(3, start)
-
-    assert caplog.records[-1].getMessage().startswith(f"attention server 3 was lost {MOST_LOSSES} times in a row")
-    assert losses.is_excluded(3)
-    assert not losses.is_excluded(2)
 
 
 def test_a_server_that_joins_at_the_second_opening_is_named(

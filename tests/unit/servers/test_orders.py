@@ -196,14 +196,6 @@ def test_another_secret_is_named_where_a_process_begins(
         open_store(HANG_SECONDS).check_secret()
 
 
-def test_attempts_have_mailboxes_of_their_own(launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "LOOK_SECONDS", 0.0)
-    Outbox(open_store(HANG_SECONDS), ((0, 0),)).post(_order())
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-
-    assert Inbox(open_store(HANG_SECONDS), 0, 0).next() is None
-
-
 def test_the_end_of_a_trainer_is_noted(launcher: dist.TCPStore) -> None:
     store = open_store(HANG_SECONDS)
     note_end(1)

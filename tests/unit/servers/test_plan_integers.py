@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
-from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
@@ -50,12 +49,6 @@ def test_a_plan_comes_back_as_it_was(seed: int) -> None:
     if plan.tasks.mask == CAUSAL_MASK:
         last = plan.layout.num_ranks - 1
         assert rank_plan(back, last).facts == rank_plan(plan, last).facts
-
-
-def test_a_plan_of_nothing_comes_back() -> None:
-    plan = plan_in_place(Layout.from_packs([[], []]))
-
-    assert plan_from_integers(plan_to_integers(plan)).fingerprint == plan.fingerprint
 
 
 def test_bytes_that_were_read_from_a_message_may_be_overwritten_later() -> None:

@@ -95,12 +95,6 @@ def test_a_step_inside_of_an_attempt_is_refused() -> None:
     optimizer.step()
 
 
-def test_without_servers_there_is_one_attempt() -> None:
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS)
-
-    assert len(list(plugin.attempts(tiny_model(), []))) == 1
-
-
 def test_an_error_leaves_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin, script, left = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS), Script(), []
     monkeypatch.setattr(script, "leave_step", lambda: left.append(script.runs))

@@ -12,13 +12,12 @@ from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
-from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance.greedy import WorkGaps
-from distca_hf.planning.routing import LATE_SHARE, rank_plan, route
+from distca_hf.planning.routing import LATE_SHARE, route
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.servers.served_plans import Servers
-from support.layouts import packed_layout, random_layout, striped_layout
+from support.layouts import random_layout
 
 
 LENGTHS = [16_000, *[500] * 64]
@@ -43,13 +42,6 @@ def test_servers_hold_no_segments_and_no_rows(num_servers: int) -> None:
         assert layout.rank_rows.dtype == layout.rank_segments.dtype == np.int64
 
 
-def test_stripes_stay_on_their_ranks() -> None:
-    layout = striped_layout(random.Random(3), 3)
-
-    assert layout.stripes
-    assert layout.with_extra_ranks(2).stripes == layout.stripes
-
-
 def test_servers_are_on_the_nodes_that_are_given() -> None:
     topology = Topology(5, 2).with_extra_ranks([1, 3, 0])
 
@@ -57,12 +49,6 @@ def test_servers_are_on_the_nodes_that_are_given() -> None:
     assert topology.node_of.tolist() == [0, 0, 1, 1, 2, 1, 3, 0]
     assert topology.num_nodes == 4
     assert [list(topology.ranks_of(node)) for node in range(4)] == [[0, 1], [2, 3], [4], []]
-
-
-def test_a_topology_without_servers_is_as_ever() -> None:
-    assert Topology(5, 2).node_of.tolist() == [0, 0, 1, 1, 2]
-    assert Topology(5, 2).num_nodes == 3
-    assert Topology(5, 2).with_extra_ranks([]) == Topology(5, 2)
 
 
 @pytest.mark.parametrize(("num_ranks", "nodes", "words"), [(2, (0, 1), "one must train"), (3, (-1,), "from 0 on")])
@@ -98,10 +84,6 @@ def test_nodes_level_with_their_own_servers_first() -> None:
 def test_wrong_servers_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Servers(**given)
-
-
-def test_equal_servers_are_one_key() -> None:
-    assert len({Servers((1.0, 0.5)), Servers((1.0, 0.5)), Servers((1.0, 0.5), nodes=(0, 0))}) == 2
 
 
 def test_servers_beside_several_nodes_need_to_say_where_they_are() -> None:
@@ -162,18 +144,6 @@ def test_a_striped_layout_moves_no_more_bytes_than_without_servers() -> None:
     )
 
 
-def test_random_layouts_have_plans() -> None:
-    for seed in range(12):
-        rng = random.Random(seed)
-        layout = rng.choice([random_layout, packed_layout, striped_layout])(rng, rng.randint(1, 4))
-        servers = Servers(tuple(rng.uniform(0.2, 1) for _ in range(rng.randint(1, 3))), rng.random() < 0.5)
-        plan = servers.plan(layout, rng.choice([1, 2, 4]))
-        plan.validate()
-
-        if not servers.trainers_attend:
-            assert plan.work[: layout.num_ranks].sum() == 0
-
-
 def test_work_stays_on_the_node_of_the_trainers_that_have_it() -> None:
     """Two nodes with one server each; the plan that knows nodes sends nothing between them."""
     layout = Layout.from_packs([[60_000], [10], [60_000], [10]])
@@ -193,32 +163,10 @@ def test_a_topology_of_other_ranks_is_refused() -> None:
 # --- speeds of a plan
 
 
-def test_speeds_are_a_part_of_the_fingerprint_only_where_there_are_some() -> None:
-    plan = plan_in_place(place(LENGTHS, 2))
-    same, other = replace(plan, speeds=()), replace(plan, speeds=(1.0, 1.0))
-
-    assert same.fingerprint == plan.fingerprint
-    assert len({plan.fingerprint, other.fingerprint, replace(plan, speeds=(1.0, 0.5)).fingerprint}) == 3
-
-
 def test_the_fingerprint_of_a_plan_without_servers_is_the_one_it_always_was() -> None:
     layout = Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]], [6, 7])
 
     assert plan_in_place(layout).fingerprint == 4258263881478547765
-
-
-def test_facts_compare_the_time_of_all_ranks_with_the_work_of_trainers() -> None:
-    layout = Layout.from_packs(PACKS)
-    plan = Servers((0.5,)).plan(layout, 8)
-    facts = [rank_plan(plan, rank, work_before=layout.rank_work).facts for rank in range(3)]
-
-    assert facts[0] == facts[1] == facts[2]
-    assert facts[0].imbalance == plan.imbalance
-    assert facts[0].imbalance_before == plan_in_place(layout).imbalance
-    assert (len(facts[0].work), len(facts[0].work_before)) == (3, 2)
-    totals = PlanTotals().plus(facts[0])
-    assert totals.pairs == layout.rank_work.sum()
-    assert totals.imbalance == plan.imbalance
 
 
 @pytest.mark.parametrize(
@@ -267,9 +215,3 @@ def test_equal_speeds_defer_what_no_speeds_do() -> None:
     for rank in range(4):
         with_speeds = route(replace(plan, speeds=(1.0,) * 4), rank).late_share
         assert route(plan, rank).late_share == pytest.approx(with_speeds) == pytest.approx(LATE_SHARE)
-
-
-def test_trainers_that_do_not_attend_defer_nothing() -> None:
-    plan = Servers((1.0,), trainers_attend=False).plan(place(LENGTHS, 2), 8)
-
-    assert [route(plan, rank).late_share for rank in range(3)] == [0.0] * 3

@@ -16,7 +16,7 @@ from distca_hf.batches.prepare import Cursor, Prepared
 from distca_hf.batches.read_documents import DocumentReader
 from distca_hf.config import CHUNKS_BETWEEN_NODES, DistCAConfig
 from distca_hf.cost import imbalance
-from distca_hf.placement.place import fill_in_order, place
+from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.live_plan import LivePlan
@@ -45,13 +45,6 @@ def test_placed_batches_are_planned_with_servers_and_padded() -> None:
     assert plan.speeds == (1.0, 1.0, 1.0, 0.5)
     assert (plan.work > 0).all()
     assert plan.imbalance < 1.1
-
-
-def test_placed_batches_without_servers_are_planned_in_place() -> None:
-    plan = PlacedPlanner(CONFIG, 2, 4).plan(LENGTHS)
-    layout = place(LENGTHS, 2, head_groups=4).padded(64, 1024)
-
-    assert plan.fingerprint == plan_in_place(layout, 4).fingerprint
 
 
 @pytest.mark.parametrize(("nodes", "num_chunks"), [((), 1), ((0, 1), CHUNKS_BETWEEN_NODES)])
@@ -92,12 +85,6 @@ def test_a_prepared_batch_holds_the_plan_for_servers() -> None:
     facts = batches[0][0].facts
     assert facts.imbalance == plan.imbalance
     assert facts.imbalance_before == pytest.approx(imbalance(fill_in_order(lengths, 2).rank_work))
-
-
-def test_a_prepared_batch_without_servers_holds_no_plan() -> None:
-    for batch, _ in run_ranks(2, lambda transport: prepared(transport, None)):
-        assert batch.plan is None
-        assert len(batch.facts.work) == 2
 
 
 # --- packs of others

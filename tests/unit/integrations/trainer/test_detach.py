@@ -224,14 +224,6 @@ def test_attention_that_was_set_after_attach_stays(make: Callable[..., Trainer])
     assert trainer.model.config._attn_implementation == "eager"
 
 
-def test_refused_trainer_leaves_the_attention(make: Callable[..., Trainer]) -> None:
-    trainer = make(tiny_model(num_hidden_layers=2, implementation="sdpa", attention_dropout=0.1))
-    with pytest.raises(distca_hf.UnsupportedAttentionError, match="attention dropout"):
-        distca_hf.DistCAPlugin().attach(trainer)
-
-    assert trainer.model.config._attn_implementation == "sdpa"
-
-
 def test_placed_batches_no_longer_run(make: Callable[..., Trainer]) -> None:
     """As in a distca model that was never enabled."""
     trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)
