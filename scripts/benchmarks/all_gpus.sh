@@ -59,13 +59,13 @@ step() {
     local name=$1
     shift
     echo "== $name"
-    launch scripts/benchmarks/attention_step.py --layers 4 --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --out "$out/$name.json" "$@"
+    launch scripts/benchmarks/attention_step.py --layers 4 --warmup 1 --rounds "${ROUNDS:-3}" --out "$out/$name.json" "$@"
 }
 # For so many data ranks: their option, with 64K and 128K tokens per data rank.
 grid() {
     local name=$1 ranks=$2
     shift 2
-    step "$name" --no-kernels --modes ideal,placed,given,local ${cluster:+--cluster "$cluster"} \
+    step "$name" --modes ideal,placed,given,local ${cluster:+--cluster "$cluster"} \
         --documents "C:$ranks;B:$ranks" "$@"
 }
 model() {
@@ -74,6 +74,13 @@ model() {
     echo "== $name"
     launch scripts/benchmarks/model_step.py --liger --head liger --warmup 1 --rounds 1 --out "$out/$name.json" "$@"
 }
+search() {
+    local name=$1
+    shift
+    # shellcheck disable=SC2086 # several options
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/benchmarks/longest_context.py \
+        --liger --out "$out/$name.json" "$@" ${LONGEST:-}
+}
 
 run_part() {
     local name=$1
@@ -81,9 +88,9 @@ run_part() {
     modes) step modes --documents "$documents;$((16 * gpus))x4096" ;;
     shown) step shown --documents "$documents" --modes ideal,placed,given,local ;;
     scale | scale-one) test -n "$ring" || echo "ring-flash-attn is not installed: its modes are left out" ;;&
-    scale) step scale --no-kernels --documents "$documents" --modes "ideal,placed,given,local,ulysses$ring" ;;
+    scale) step scale --documents "$documents" --modes "ideal,placed,given,local,ulysses$ring" ;;
     scale-one) # cannot stay whole on a GPU: there are no packs of it
-        step scale-one --no-kernels --rounds "${ROUNDS:-2}" --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
+        step scale-one --rounds "${ROUNDS:-2}" --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
         ;;
     weak)
         for ((size = 2; size <= gpus; size *= 2)); do
@@ -93,16 +100,16 @@ run_part() {
                     read -r processes modes share <<<"$ways"
                     echo "== weak, $size GPUs, $text: $processes"
                     torchrun --standalone --nproc-per-node "$processes" scripts/benchmarks/attention_step.py --layers 4 \
-                        --warmup 1 --rounds "${ROUNDS:-2}" --no-exposed --no-kernels --documents "$text" --modes "$modes" \
+                        --warmup 1 --rounds "${ROUNDS:-2}" --documents "$text" --modes "$modes" \
                         --out "$out/weak-$size-${text//,/-}-$processes.json" $share ${WEAK:-} || failure=$?
                 done
             done
         done
         ;;
-    liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
+    liger) step liger --liger --no-check --documents "$documents" --modes ideal,placed,local ;;
     saved)
-        step saved --checkpointing saved --no-check --no-kernels --documents "$documents" --modes ideal,placed
-        step best --checkpointing saved --liger --no-check --no-kernels \
+        step saved --checkpointing saved --no-check --documents "$documents" --modes ideal,placed
+        step best --checkpointing saved --liger --no-check \
             --documents "$documents" --modes ideal,placed
         ;;
     models)
@@ -114,14 +121,14 @@ run_part() {
     windows)
         for preset in gemma3-27b olmo3-7b gpt-oss-20b; do
             echo "== $preset"
-            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --no-kernels \
+            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds "${ROUNDS:-3}" \
                 --documents "$documents" --modes ideal,placed --out "$out/$preset.json"
         done
         ;;
     hybrid)
         for preset in qwen3.5-27b nemotron-h-8b; do
             echo "== $preset"
-            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --no-kernels \
+            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds "${ROUNDS:-3}" \
                 --documents "$documents" --modes ideal,placed,given,local --out "$out/$preset.json"
         done
         ;;
@@ -140,15 +147,15 @@ run_part() {
         ;;
     longest)
         echo "== longest"
-        # shellcheck disable=SC2086 # several options
-        PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/benchmarks/longest_context.py \
-            --liger --attended-tokens 4096 --out "$out/longest.json" ${LONGEST:-}
+        search longest-short --attended-tokens 4096
+        found=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["longest_tokens_per_rank"])' "$out/longest-short.json")
+        search longest --first-tokens "$found" --most-tokens "$found"
         ;;
     servers)
         echo "== servers"
         # Kernels are compiled meanwhile: a server may be silent for longer than usual.
         DISTCA_TIMEOUTS_HEARTBEAT_LIMIT_SECONDS=60 launch -m distca_hf.run --attention-servers 1 \
-            scripts/benchmarks/server_step.py --layers 4 --rounds "${ROUNDS:-3}" \
+            scripts/benchmarks/attention_step.py --layers 4 --checkpointing saved --rounds "${ROUNDS:-3}" \
             --documents "$(mix $((16384 * gpus)) $((65536 * trainers)));$(mix $((32768 * gpus)) $((65536 * trainers)))" \
             --out "$out/servers.json"
         ;;

@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 8 scripts/benchmarks/attention_step.py --documents 'A:8;C:8' --modes ideal,placed
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --documents 'A;B'
     torchrun --nproc-per-node 2 scripts/benchmarks/attention_step.py --device cpu --preset tiny --documents 512,8x64
+    torchrun --nproc-per-node 4 -m distca_hf.run --attention-servers 1 \\
+        scripts/benchmarks/attention_step.py --layers 4 --documents 131072,16x4096 --checkpointing saved
 
 A step is forward and backward of the model without its head, and FSDP's collectives; there is no optimizer. All modes
 run in one process with the same weights, documents, kernel and process groups, and with equally many tokens per rank;
@@ -15,14 +17,8 @@ In the table, each figure of the slowest or largest rank:
 
     step            median of the rounds, from a barrier until the device is done
     ÷ ideal         the same work, spread evenly, without any transfer
-    ÷ floor         linear work as executed (recomputed under checkpointing) at the rate of a large matrix product,
-                    attention once forward and once backward at the rate of each layer's kernel on one document
     MFU             flops of the model, attention's included, nothing twice, of the device's bf16 peak
     exchanged       bytes that attention sends or receives, whichever is more, per step; FSDP's are not counted
-    exposed         the step minus the same step on silent wires, on which local copies of random numbers
-                    arrive instead; includes the slowdown of kernels during exchanges, and no difference in work
-    kernels         seconds of all calls of attention kernels, of the slowest rank as a multiple of the mean of all
-                    ranks: forward (recomputed calls, too) / backward; in as many more steps, whose calls are timed
     peak            memory that torch had given out at once; of `ideal` with its made-up keys
     error           the largest one of output and gradients on short documents, of all kinds of layers, over the
                     allowed one; if it is above 1, or losses of the same tokens differ, the script exits with 1 at
@@ -39,32 +35,34 @@ measured and simulated (`lib/simulated.py`).
 Batches and plans of `placed` are made before: in training a loader's thread makes them during the step before.
 Batches of `given` are planned during the step before, as with Trainer. With `--shares 4,2,1,1` its ranks have tokens
 in this proportion, as batches of unpacked rows do.
+
+With attention servers (`lib/served.py`) the last processes serve, and the others train. `ideal` is the trainers'
+linear work then, and of attention the share of one of all processes. The script exits with 1 if a server was lost.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from contextlib import closing
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
-import datasets
 import torch
 import torch.distributed as dist
 
-from distca_hf.kernels.interface import Kernel
-from lib import simulated
-from lib.baselines.attention import register_ways
+from distca_hf.launched import launched_servers
+from lib import served, simulated
 from lib.check import check_modes, check_numbers
-from lib.divided import DividedBackbone, build_divided_model, data_ranks, is_divided
+from lib.divided import data_ranks, is_divided
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.even_experts import EvenExperts
 from lib.header import facts_of
-from lib.model import Backbone, build_model, probe, read_config
-from lib.modes import MODES, OF_PACKAGE, Place, build_mode, why_missing
+from lib.model import read_config
+from lib.modes import MODES, OF_PACKAGE, why_missing
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
-from lib.parser import count, counts, folder_to_write, magi_settings, micro_steps, profile_name, whole, write_figures
-from lib.rates import KernelSeconds, Rates, kernels_for, measure_rates, time_kernels
-from lib.report import COLUMNS, Load, figures_of, load_of
+from lib.parser import count, counts, magi_settings, profile_name, whole, write_figures
+from lib.place import Place
+from lib.report import COLUMNS, figures_of, load_of
 from lib.rounds import Runner
 from lib.tables import table_of
 
@@ -78,14 +76,10 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = shared_options(__doc__, {name: kind.words for name, kind in MODES.items()})
+    parser = shared_options(__doc__, {name: kind.words for name, kind in MODES.items()} | served.MODES)
     add, either = parser.add_argument, argparse.BooleanOptionalAction
-    add("--accumulation", type=micro_steps, default=1, help="micro-steps of a step, with equal lengths")
     add("--check", action=either, default=True, help="compare with exact attention first")
-    add("--exposed", action=either, default=True, help="time steps on silent wires, too")
-    add("--kernels", action=either, default=True, help="time every kernel call, in more rounds")
     add("--cluster", type=profile_name, help="simulate ratios from this profile, too: h100, h200 or a file")
-    add("--profile", type=folder_to_write, metavar="DIR", help="write a trace of every mode and rank")
     add("--ep-size", type=count, default=1, help="ranks that divide experts (lib/divided.py)")
     add("--even-experts", action="store_true", help="experts that the token chooses (lib/even_experts.py)")
     add("--tp-size", type=count, default=1, help="ranks that divide layers, as one data rank")
@@ -99,7 +93,14 @@ def parse() -> argparse.Namespace:
         "transfers, as 0:1,512:1,2048:2; 512:1 is as NeMo AutoModel sets it"
     )
     add("--magi-settings", type=magi_settings, default=["0:1"], help=settings)
-    options = parse_shared(parser, MODES)
+    options = parse_shared(parser, {**MODES, **served.MODES})
+    with_servers = ["ideal", *served.MODES]
+    if sum(launched_servers()):
+        options.modes = options.modes or with_servers
+        if not {*options.modes} <= {*with_servers}:
+            parser.error(f"with attention servers there are the modes {', '.join(with_servers)}")
+    elif not served.MODES.keys().isdisjoint(options.modes or ()):
+        parser.error("no attention server was launched: start it with distca_hf.run --attention-servers")
     if options.dp_replicate_size > 1 and not options.fsdp:
         parser.error("--dp-replicate-size is of FSDP2")
     if is_divided(options):
@@ -131,31 +132,28 @@ def parse() -> argparse.Namespace:
 def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Builds the model once, and measures on one set of documents after the other. Exits if documents cannot be
     divided, or numbers were wrong."""
-    datasets.disable_progress_bars()
     num_ranks, longest = data_ranks(options), max(max(lengths) for lengths in options.sets.values())
+    num_servers, connection = sum(launched_servers()), served.Connection()
     for lengths in options.sets.values():
-        check_lengths(lengths, sharing(lengths, options))
+        check_lengths(lengths, sharing(lengths, options) + num_servers)
+        if sum(lengths) % num_ranks:
+            raise SystemExit(f"{sum(lengths)} tokens of all documents cannot be divided by {num_ranks} ranks")
     if options.share_tokens and num_ranks > 1:
         raise SystemExit(f"--share-tokens is for one process, and there are {num_ranks}")
     if len(options.shares) not in (0, num_ranks):
         raise SystemExit(f"--shares has {len(options.shares)} numbers, and there are {num_ranks} data ranks")
-    register_ways()
     config = read_config(options, longest)
-    if is_divided(options):
-        model: Backbone = DividedBackbone(build_divided_model(config, options))
-    else:
-        model = Backbone(build_model(config, options, device))
-    shape = probe(model)
+    with_servers = {"servers": num_servers, "plugins": connection.plugin} if num_servers else {}
+    place = Place.build(config, options, device, shares=options.shares, **with_servers)
     if options.even_experts:
-        EvenExperts(model.causal_lm)
-    kernels = kernels_for(shape, options.kernel, device, options.dtype)
-    place = Place.open(model, shape, options, device, shares=options.shares)
+        EvenExperts(place.model.causal_lm)
     most_tokens = max(sum(lengths) for lengths in options.sets.values())
-    place.enable(place.plugin(most_tokens // num_ranks), longest, options)
-    rates = measure_rates(shape, kernels, longest, device, options.dtype)
-    for of_set in of_each_set(options):
-        of_place = replace(place, share_of=sharing(of_set.lengths, options))
-        measure_documents(of_set, config, of_place, Runner(model, place.wires, device), kernels, rates)
+    runner = served.ServedRunner(place, place.enable(most_tokens // num_ranks, longest, options))
+    with closing(connection):
+        for of_set in of_each_set(options):
+            of_place = replace(place, share_of=sharing(of_set.lengths, options))
+            measure_documents(of_set, config, of_place, runner, connection)
+            connection.check_servers(device)
 
 
 def sharing(lengths: Sequence[int], options: argparse.Namespace) -> int:
@@ -169,39 +167,34 @@ def sharing(lengths: Sequence[int], options: argparse.Namespace) -> int:
 
 
 def measure_documents(
-    options: argparse.Namespace, config: Any, place: Place, runner: Runner, kernels: Sequence[Kernel], rates: Rates
+    options: argparse.Namespace, config: Any, place: Place, runner: Runner, connection: served.Connection
 ) -> None:
     """Checks, times, and reports on rank 0."""
     lengths, device, num_ranks = options.lengths, place.device, place.share_of
-    errors = check_modes(options.modes, place, smaller_lengths(lengths, num_ranks)) if options.check else {}
-    tokens = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
-    modes = [build_mode(name, place, tokens) for name in options.modes]
-    measured = runner.run(modes, options.warmup, options.rounds, options.exposed)
-    seconds_of_kernels: dict[str, KernelSeconds] = {}
-    for mode in modes if options.kernels else ():
-        with runner.ready(mode) as step:
-            timed = time_kernels(step, kernels, device, options.rounds)
-        if any(timed.forward):  # or a package has its own kernel
-            seconds_of_kernels[mode.name] = timed
-    for mode in modes if options.profile else ():
-        options.profile.mkdir(parents=True, exist_ok=True)
-        with runner.ready(mode) as step, torch.profiler.profile() as profiler:
-            step()
-        profiler.export_chrome_trace(str(options.profile / f"{mode.name}-rank{place.wires.rank}.json.gz"))
+    smaller = smaller_lengths(lengths, num_ranks + place.servers)
+    errors = check_modes(options.modes, place, smaller, connection.build) if options.check else {}
+    tokens = random_tokens(lengths, config.get_text_config().vocab_size)
+    modes = [connection.build(name, place, tokens) for name in options.modes]
+    measured = runner.run(modes, options.warmup, options.rounds)
     if dist.get_rank() == 0:
         load = load_of(options, place.shape, num_ranks, device)
-        figures = figures_of(measured, seconds_of_kernels, errors, rates, load)
-        parts = [f"the part of one rank of {num_ranks}"] if options.share_tokens else []
-        header = "; ".join([*facts_of(options, config, load.tokens, device), *parts, rates_line(rates, load)])
+        figures = figures_of(measured, errors, load)
+        parts = [f"the part of one rank of {num_ranks}"] * bool(options.share_tokens)
+        parts += [f"{num_ranks} trainers + {place.servers} servers"] * bool(place.servers)
+        header = "; ".join([*facts_of(options, config, load.tokens, device), *parts])
         print(f"{header}\n\n{table_of(COLUMNS, figures)}", flush=True)
+        plan = next((served.plan_in_words(mode) for mode in modes if mode.name == "served"), "")
+        if {*served.MODES} <= measured.keys():
+            faster = measured["alone"].step_seconds / measured["served"].step_seconds
+            print(f"\nalone ÷ served {faster:.3f}; {plan}", flush=True)
         planners = {mode.name: mode.planner for mode in modes if mode.planner}
         planning = {name: median(planner.planning_seconds) for name, planner in planners.items()}
         for name, seconds in planning.items():
             words = f"chunks of {planners[name].chunk_tokens:,} tokens, planned in {1e3 * seconds:.1f} ms of the host"
             print(f"\n{name}: {words}, apart from the step", flush=True)
         of_simulation = simulated_ratios(options, config, figures, num_ranks)
-        facts = {"header": header, "rates": asdict(rates), "load": vars(load), "errors": errors, "modes": figures}
-        write_figures(options, **facts, planning_seconds=planning, simulated=of_simulation)
+        facts = {"header": header, "load": vars(load), "errors": errors, "modes": figures}
+        write_figures(options, **facts, planning_seconds=planning, simulated=of_simulation, plan=plan)
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
 
@@ -219,13 +212,6 @@ def simulated_ratios(
     ratios = simulated.ratios_of(options, config, seconds, num_ranks)
     print(f"\n{simulated.table(ratios)}", flush=True)
     return ratios
-
-
-def rates_line(rates: Rates, load: Load) -> str:
-    """Returns the rates of the device, and the least time of a step."""
-    floor_seconds = rates.floor_seconds(load.executed_linear_flops, load.pairs)
-    kernels = ", ".join(dict.fromkeys(kernel.in_words() for kernel in rates.kernels))
-    return f"{kernels}, matrices {rates.matrix_flops / 1e12:.4g} TF/s, floor {1e3 * floor_seconds:.1f} ms"
 
 
 if __name__ == "__main__":

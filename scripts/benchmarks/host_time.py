@@ -4,22 +4,25 @@
     torchrun --nproc-per-node 2 scripts/benchmarks/host_time.py --device cpu --documents 64,24x8 --repeats 3
 
 Calls are made as in a forward pass of so many layers, one after the other, with real exchanges and no waiting for the
-device; documents are so small that the device keeps up. A line for each rank and repeat has the time of a call, that
-of the kernel functions in it, and what is `beyond` these: launches of exchanges and copies, views, and the dispatch
-of the operator. `alone` is one call of FlashAttention's public function on the same rows, as if all parts of documents
-on this rank were whole, in turns with the product's; if another kernel is used, it is a call of that.
+device; documents are so small that the device keeps up. The table has medians of the repeats: of each rank, then the
+largest of all ranks, in µs of the host.
 
-The last lines are medians of the repeats: of each rank, then the largest of all ranks. They say what a call takes in
-all, beyond its kernels, and more than FlashAttention's own call. Exchanges have as many chunks as settings say
-(DISTCA_EXCHANGE_CHUNKS). With `--unchecked` each repeat runs twice, with and without the checks of a call, in turns; a
-line of each rank has the median of the differences.
+    a call            of the product, in all
+    in its kernels    of these, in the kernel functions
+    beyond            the rest: launches of exchanges and copies, views, and the dispatch of the operator
+    alone             one call of FlashAttention's public function on the same rows, as if all parts of documents were
+                      whole, in turns with the product's; if another kernel is used, a call of that
+    more              of a call of the product than of that one
+
+Exchanges have as many chunks as settings say (DISTCA_EXCHANGE_CHUNKS). With `--unchecked` each repeat runs twice, with
+and without the checks of a call, in turns; a line of each rank has the median of the differences.
 """
 
 import argparse
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +48,16 @@ from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.pass_calls import CallTensors, PassCalls
 from lib.baselines.operators import whole_call
+from lib.devices import of_all_ranks, synchronize
 from lib.options import add_kernel, on_all_ranks, read_documents
 from lib.parser import add_device, count, few, parser_of
-from lib.rates import of_all_ranks, synchronize
+from lib.tables import Columns, figure, table_of
 
 
-FIGURES = ("call", "kernels", "beyond", "alone", "more", "exchanges")
+COLUMNS: Columns = {
+    "exchanges of a call": figure("exchanges", 1, 0),
+    **{title: figure(title, 1e6, 0) for title in ("a call", "in its kernels", "beyond", "alone", "more")},
+}
 
 
 def main() -> None:
@@ -72,20 +79,27 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Prints the time of every repeat on this rank, and medians of all ranks."""
+    """Prints medians of all ranks."""
     subject = _subject(options, device)
     times, differences = [], []
-    for repeat in range(options.repeats):
-        times.append(_pass(options, device, subject, f"repeat {repeat}"))
+    for _ in range(options.repeats):
+        times.append(_pass(options, device, subject))
         if options.unchecked:
             # Leaves out the check that a layer attends within a forward pass, and the note of the layer.
             with mock.patch.multiple(ForwardPass, check_open=_nothing, note_call=_nothing):
-                others = _pass(options, device, subject, f"repeat {repeat}, unchecked")
-            differences.append(times[-1].beyond - others.beyond)
+                others = _pass(options, device, subject)
+            differences.append(times[-1]["beyond"] - others["beyond"])
     if differences:
         words = f"rank {dist.get_rank()}: checks cost {1e6 * statistics.median(differences):.1f} µs a call"
         print(f"{words} (median of {len(differences)} pairs of passes)", flush=True)
-    _print_medians(times, subject, device)
+    medians = [statistics.median(each[name] for each in times) for name in times[0]]
+    own = torch.tensor(medians, dtype=torch.float64, device=device)
+    rows = [dict(zip(times[0], each, strict=True)) for each in of_all_ranks(own)]
+    figures = {f"rank {rank}": row for rank, row in enumerate(rows)}
+    figures["largest of all"] = {name: max(row[name] for row in rows) for name in rows[0]}
+    if dist.get_rank() == 0:
+        words = f"{len(times)} passes; alone: {subject.alone_name}"
+        print(f"{words}\n\n{table_of(COLUMNS, figures, 'median, µs')}", flush=True)
 
 
 def _nothing(*arguments: object) -> None:
@@ -103,37 +117,18 @@ class Subject:
     transport: Transport  # counts exchanges
 
 
-@dataclass(frozen=True)
-class PassTimes:
-    """Seconds of the host for each call of a pass."""
-
-    call: float  # an attention call of the product
-    kernels: float  # the kernel functions in that call
-    alone: float  # FlashAttention's own call
-    exchanges: float  # number of exchanges that a call starts; not seconds
-
-    @property
-    def beyond(self) -> float:
-        return self.call - self.kernels
-
-    @property
-    def more(self) -> float:
-        return self.call - self.alone
-
-
-def _pass(options: argparse.Namespace, device: torch.device, subject: Subject, name: str) -> PassTimes:
-    """Times one pass of the product and as many calls of FlashAttention, and prints them."""
+def _pass(options: argparse.Namespace, device: torch.device, subject: Subject) -> dict[str, float]:
+    """Times one pass of the product and as many calls of FlashAttention; returns seconds of the host for each call,
+    and the number of exchanges that a call starts, as the columns of the table are called."""
     begun = subject.transport.traffic.exchanges
     with _timed(subject.kernel) as spent, torch.no_grad():
-        seconds = _seconds_of_a_call(options, device, subject.attend)
+        call = _seconds_of_a_call(options, device, subject.attend)
     exchanges = (subject.transport.traffic.exchanges - begun) / options.layers
     with torch.no_grad():
         alone = _seconds_of_a_call(options, device, subject.attend_alone)
-    times = PassTimes(seconds, sum(spent) / options.layers, alone, exchanges)
-    kernels = len(spent) // options.layers
-    words = f"rank {dist.get_rank()}, {name}: {1e6 * seconds:.0f} µs a call, {1e6 * times.kernels:.0f} in"
-    print(f"{words} {kernels} kernels, {1e6 * times.beyond:.0f} beyond; alone {1e6 * alone:.0f}", flush=True)
-    return times
+    kernels = sum(spent) / options.layers
+    figures = {"exchanges": exchanges, "a call": call, "in its kernels": kernels, "beyond": call - kernels}
+    return {**figures, "alone": alone, "more": call - alone}
 
 
 def _seconds_of_a_call(options: argparse.Namespace, device: torch.device, call: Callable[[], object]) -> float:
@@ -145,24 +140,6 @@ def _seconds_of_a_call(options: argparse.Namespace, device: torch.device, call: 
     seconds = (time.perf_counter() - began) / options.layers
     synchronize(device)
     return seconds
-
-
-def _print_medians(times: Sequence[PassTimes], subject: Subject, device: torch.device) -> None:
-    """Prints medians of every rank, and the largest of each figure."""
-    medians = [statistics.median(getattr(each, name) for each in times) for name in FIGURES]
-    own = torch.tensor(medians, dtype=torch.float64, device=device)
-    rows = [dict(zip(FIGURES, each, strict=True)) for each in of_all_ranks(own)]
-    if dist.get_rank():
-        return
-    largest = {name: max(row[name] for row in rows) for name in FIGURES}
-    for name, row in [*((f"rank {rank}", row) for rank, row in enumerate(rows)), ("largest of all", largest)]:
-        call, kernels, beyond, alone, more = (f"{1e6 * row[part]:.0f}" for part in FIGURES[:-1])
-        print(
-            f"{name}, median of {len(times)}: a call with {row['exchanges']:.0f} exchanges takes {call} µs in all; "
-            f"{kernels} µs in its kernels, {beyond} µs beyond them; {subject.alone_name} alone takes {alone} µs, so a "
-            f"call takes {more} µs more",
-            flush=True,
-        )
 
 
 def _subject(options: argparse.Namespace, device: torch.device) -> Subject:

@@ -27,33 +27,27 @@ Figures of the table are of the slowest or largest rank:
 """
 
 import argparse
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import json
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.models.hooks import BackboneCalls
 from distca_hf.integrations.models.structure import set_attention, text_configs
 from distca_hf.integrations.models.tower_borders import TowerBorders
-from lib.baselines.attention import register_ways
-from lib.baselines.operators import whole_call
-from lib.header import facts_of
 from lib.model import Backbone, Shape
-from lib.modes import Mode, Place, without
 from lib.options import on_all_ranks, parse_shared, shared_options
-from lib.parser import chosen_modes, count, few, whole, write_figures
+from lib.parser import count, few, whole
+from lib.place import Mode, Place, without
 from lib.report import EXCHANGED_GB, STEP_MS, Measured
-from lib.rounds import equal_losses
-from lib.tables import Columns, figure, peak_gib, table_of
+from lib.tables import Columns, Figures, figure, peak_gib
 from lib.trainer_batches import AsOfTrainer, Batch
 from lib.whole_model import TrainingRunner
+from lib.workloads import Workload, add_workloads, measure_workloads, parse_workloads
 
 
 MODES = {
@@ -75,33 +69,9 @@ COLUMNS: Columns = {
 WORKLOADS = ("mix", "even")
 # Patches of a side of the square that becomes a token, pixels of a patch, and frames of one.
 MERGED, PATCH, FRAMES = 2, 16, 2
-# Sizes of text and tower. `deep` says which layers of the tower give features to layers of the text, as parts of its
-# depth.
-SIZES: dict[str, dict[str, dict[str, Any]]] = {
-    "8b": {
-        "text": {
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151_936,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
-        },
-        "tower": {"hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "num_position_embeddings": 2304},
-    },
-    "tiny": {
-        "text": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "vocab_size": 256,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
-        },
-        "tower": {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 64},
-    },
+# Sizes of text and tower.
+SIZES = {
+    file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).parent.glob("presets/images/*.json"))
 }
 # Patches of a side of its image, 0 without one, and tokens of its text.
 Document = tuple[int, int]
@@ -116,7 +86,7 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(modes="plain,ideal,arrived,moved", checkpointing="saved")
     parser.add_argument("--size", choices=[*SIZES], default="8b", help="of text and tower, in place of a preset")
     parser.add_argument("--tower-layers", type=few, default=3, help="layers of the tower")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated, see above")
+    add_workloads(parser, WORKLOADS)
     parser.add_argument("--pages", type=count, default=4, help="pages of a rank that has them; an even number")
     parser.add_argument("--page-side", type=count, default=128, help="patches of a side of a page")
     parser.add_argument("--photos", type=count, default=16, help="photos of a rank that has them; an even number")
@@ -129,7 +99,7 @@ def parse() -> argparse.Namespace:
     for name in ("config", "preset", "documents", "liger"):
         if vars(options)[name] != parser.get_default(name):
             parser.error(f"--{name} is for other programs: this one has --size and its own documents")
-    options.workloads = chosen_modes(parser, options.workloads, WORKLOADS, "workload") or [*WORKLOADS]
+    parse_workloads(parser, options, WORKLOADS)
     options.layers = options.layers or 4
     for name in ("pages", "photos", "texts", "page_side", "photo_side"):
         if vars(options)[name] % 2:
@@ -175,42 +145,29 @@ def build_config(options: argparse.Namespace) -> Qwen3VLConfig:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Builds the model once, and measures one workload after the other. Exits if losses of the same documents
-    differ."""
+    """Builds the model once, and measures one workload after the other."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     packs = {workload: packs_of(options, workload, num_ranks) for workload in WORKLOADS}
-    register_ways()
     config, dtype = build_config(options), torch.float32 if options.fsdp else options.dtype
     torch.manual_seed(options.seed)
     with device:
         causal_lm = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
-    model = Backbone(causal_lm)
-    place = Place.open(model, Shape(0.0, {}), options, device)
-    place.enable(place.plugin(0), config.text_config.max_position_embeddings, options)
-    runner = TowerRunner(model, place.wires, device)
-    figures: dict[str, dict[str, dict[str, Any]]] = {}
-    wrong: list[str] = []
-    for workload in options.workloads:
-        batches = {of: batch_of(packs[of][rank], config, options.seed + rank, device) for of in WORKLOADS}
+    place = Place.open(Backbone(causal_lm), Shape(0.0, {}), options, device)
+    place.enable(0, config.text_config.max_position_embeddings, options)
+    runner, batches = TowerRunner(place), {}
+    for name, pack in packs.items():
+        batches[name] = batch_of(pack[rank], config, options.seed + rank, device)
+
+    def measure_one(workload: str) -> Workload:
         modes = [_mode(name, place, batches["even" if name == "ideal" else workload]) for name in options.modes]
-        measured = runner.run(modes, options.warmup, options.rounds, exposed=False)
+        measured = runner.run(modes, options.warmup, options.rounds)
         watch = watch_of(causal_lm)
         assert watch is not None
-        figures[workload] = figures_of(measured, watch.towers.imbalance)
-        if rank == 0:
-            options.documents = f"of {workload}"
-            tokens = sum(map(tokens_of, packs[workload][0]))
-            header = "; ".join(facts_of(options, config, tokens, device))
-            print(
-                f"{header}; {options.tower_layers} layers of the tower\n\n{table_of(COLUMNS, figures[workload])}\n",
-                flush=True,
-            )
-            write_figures(options, workloads=figures)
-        losses = {name: mode.loss for name, mode in measured.items() if name != "ideal"}
-        if not equal_losses([*losses.values()], options.dtype):
-            wrong.append(f"{workload}: {losses}")
-    if wrong:
-        raise SystemExit(f"losses of the same documents differ: {'; '.join(wrong)}")
+        further = further_figures(measured, watch.towers.imbalance)
+        return sum(map(tokens_of, packs[workload][0])), measured, further
+
+    remark = f"{options.tower_layers} layers of the tower"
+    measure_workloads(options, config, device, measure_one, COLUMNS, remark)
 
 
 class TowerRunner(TrainingRunner):
@@ -245,37 +202,23 @@ def batch_of(documents: Sequence[Document], config: Qwen3VLConfig, seed: int, de
 
 def _mode(name: str, place: Place, batch: Batch) -> Mode:
     """Returns the mode of a name for a batch."""
-    meanwhile: list[Callable[[], AbstractContextManager[object]]] = []
     if name in ("plain", "ideal"):
-        offsets = batch["cu_seq_lens_q"].tolist()
-        lengths = [stop - start for start, stop in pairwise(offsets)]
-        call = whole_call(lengths, place.device)
         given = {key: value for key, value in batch.items() if key != "cu_seq_lens_q"}
-        meanwhile.append(partial(without, BackboneCalls, "_open"))
-        return Mode(name, "bench_whole", [{**given, "bench_work": place.work([call])}], meanwhile=meanwhile)
-    if name == "arrived":
-        meanwhile.append(partial(without, TowerBorders, "begin"))
-    batches = AsOfTrainer(place.model, [[batch]], shares=False)
-    return Mode(name, "distca", batches, watched=True, exchanges=True, meanwhile=meanwhile)
+        work = place.whole_work(batch["cu_seq_lens_q"].diff().tolist())
+        return Mode(name, "bench_whole", [{**given, "bench_work": work}])
+    meanwhile = [partial(without, TowerBorders, "begin")] if name == "arrived" else []
+    return Mode.of_product(name, AsOfTrainer(place.model, [[batch]], shares=False), *meanwhile)
 
 
-def figures_of(measured: Mapping[str, Measured], towers: tuple[float, float]) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each mode, and ratios. `towers` is the largest over mean work of towers, where images
-    arrived and where the product computes them."""
-
-    def ratio(own: Measured, other: Measured | None) -> float | None:
-        if other is None:
-            return None
-        return statistics.median(mine / theirs for mine, theirs in zip(own.seconds, other.seconds, strict=True))
-
+def further_figures(measured: Mapping[str, Measured], towers: tuple[float, float]) -> dict[str, Figures]:
+    """Returns ratios of each mode. `towers` is the largest over mean work of towers, where images arrived and where
+    the product computes them."""
     first, ideal, arrived = next(iter(measured.values())), measured.get("ideal"), measured.get("arrived")
     return {
         name: {
-            **vars(mode),
-            "step_seconds": mode.step_seconds,
-            "ratio_to_first": ratio(mode, first),
-            "ratio_to_ideal": ratio(mode, ideal),
-            "ratio_to_arrived": ratio(mode, arrived),
+            "ratio_to_first": mode.ratio_to(first),
+            "ratio_to_ideal": mode.ratio_to(ideal),
+            "ratio_to_arrived": mode.ratio_to(arrived),
             "towers": {"ideal": 1.0, "moved": towers[1]}.get(name, towers[0]),
         }
         for name, mode in measured.items()

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 
 import distca_hf
-from lib.documents import batch_of
+from lib.devices import largest, synchronize
 from lib.header import facts_of
 from lib.model import Backbone, build_model, prepare, read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import add_tokens_per_rank, count
 from lib.planning.mixes import batch as draw_lengths
 from lib.planning.mixes import mix_name
-from lib.rates import largest, synchronize
 from lib.tables import head
 
 
@@ -35,7 +34,6 @@ COUNTERS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_device_a
 WAYS = {
     "constant": "placed documents, the same ones in every step",
     "placed": "the product: batches of plugin.dataloader",
-    "given": "every rank packs for itself, and the rows are placed inside the enabled model",
 }
 COLUMNS = ("batches", "steps", "given out GiB", "held GiB", "held ÷ given out", "asked for", "given back")
 GIB = 2**30
@@ -107,9 +105,6 @@ def _batches(
     device: torch.device,
 ) -> Batches:
     """Batches without end."""
-    if way == "given":
-        yield from _packs(options, vocabulary, longest, device)
-        return
     steps = options.steps if way == "placed" else 1
     rng = np.random.default_rng(0)
     lengths = chain.from_iterable(
@@ -121,20 +116,6 @@ def _batches(
     names = ("input_ids", "position_ids", "distca_plan")
     made = ({name: batch[name] for name in names} for batch in loader)
     yield from repeat(next(made)) if way == "constant" else made
-
-
-def _packs(options: argparse.Namespace, vocabulary: int, longest: int, device: torch.device) -> Batches:
-    """Makes batches as a collator does, without a look at other ranks."""
-    rng = np.random.default_rng(dist.get_rank())
-    for step in range(options.steps):
-        seed = step * dist.get_world_size() + dist.get_rank()
-        lengths = draw_lengths(options.mix, 1, options.tokens_per_rank, longest, seed)
-        batch = batch_of(
-            [(document, 0, int(tokens)) for document, tokens in enumerate(lengths)],
-            [rng.integers(0, vocabulary, tokens) for tokens in lengths],
-            device,
-        )
-        yield {name: batch[name] for name in ("input_ids", "position_ids")}
 
 
 def _print(line: str) -> None:

@@ -18,11 +18,13 @@ flash-linear-attention tries about 200 configurations, which takes minutes. The 
 import argparse
 import copy
 import inspect
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -36,38 +38,17 @@ import distca_hf  # noqa: F401 (registers its attention)
 from distca_hf.integrations.models.carried_mixers import carried_forward, halo_tokens_of
 from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.mixers import mixers_of
+from lib.devices import synchronize
 from lib.documents import parse_documents, spelled_out
 from lib.parser import add_device, chosen_modes, count, parser_of
-from lib.rates import synchronize
 from lib.states import rows_on_one_device
 from lib.tables import head, row
 
 
 # Sizes of a layer, as in models of about 30 billion parameters; families and what their configurations call sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-    "kimi_linear": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_heads": 32,
-        "linear_head_dim": 128,
-        "num_experts": 2,
-        "first_k_dense_replace": 2,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention"],
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 128,
-        "n_groups": 8,
-    },
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 16},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+    name: json.loads((Path(__file__).parent / f"presets/mixers/{name}.json").read_text())
+    for name in ("qwen3_5_text", "kimi_linear", "nemotron_h", "jamba", "lfm2")
 }
 Forward = Callable[[torch.Tensor], torch.Tensor]
 

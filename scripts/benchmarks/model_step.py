@@ -23,21 +23,19 @@ Settings of the product come from its environment variables, for example DISTCA_
 
 import argparse
 
-import datasets
 import torch
 import torch.distributed as dist
 
-from lib.baselines.attention import register_ways
 from lib.documents import random_tokens
 from lib.header import facts_of
-from lib.model import LossModel, build_model, probe, read_config
-from lib.modes import Place
+from lib.heads import add_head
+from lib.model import read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import write_figures
-from lib.report import MFU, STEP_MS, TOKENS_PER_SECOND, load_of, rates_of
-from lib.rounds import equal_losses
+from lib.place import Place
+from lib.report import MFU, STEP_MS, TOKENS_PER_SECOND, equal_losses, load_of, rates_of
 from lib.tables import Columns, figure, peak_gib, table_of
-from lib.whole_model import MODES, TrainingRunner, add_head, build_planned, fitting_modes, use_head
+from lib.whole_model import MODES, TrainingRunner, build_planned, fitting_modes
 
 
 COLUMNS: Columns = {
@@ -64,29 +62,23 @@ def parse() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Builds, times, and reports on rank 0. Exits if documents cannot be divided, or losses differ."""
-    datasets.disable_progress_bars()
     num_ranks, lengths = dist.get_world_size(), options.lengths
     if len(options.sets) > 1:
         raise SystemExit(f"{len(options.sets)} sets of documents; a model is timed on one")
     if sum(lengths) % num_ranks:
         raise SystemExit(f"{sum(lengths)} tokens of all documents cannot be divided evenly by {num_ranks} ranks")
     tokens_per_rank = sum(lengths) // num_ranks
-    register_ways()
     config = read_config(options, max(lengths))
-    model = LossModel(build_model(config, options, device))
-    shape = probe(model)
-    use_head(model, options.head)
-    place = Place.open(model, shape, options, device)
-    place.enable(place.plugin(tokens_per_rank), max(lengths), options)
-
-    [documents] = random_tokens(lengths, 1, config.get_text_config().vocab_size)
+    place = Place.build(config, options, device)
+    place.enable(tokens_per_rank, max(lengths), options)
+    documents = random_tokens(lengths, config.get_text_config().vocab_size)
     names = options.modes or fitting_modes(lengths, num_ranks)
     steps = options.warmup + options.rounds
     planned = {name: build_planned(name, place, documents, steps) for name in names}
-    runner = TrainingRunner(model, place.wires, device)
-    measured = runner.run([each.mode for each in planned.values()], options.warmup, options.rounds, exposed=False)
+    runner = TrainingRunner(place)
+    measured = runner.run([each.mode for each in planned.values()], options.warmup, options.rounds)
     if dist.get_rank() == 0:
-        load = load_of(options, shape, num_ranks, device)
+        load = load_of(options, place.shape, num_ranks, device)
         figures = {
             name: rates_of(measured[name], load)
             | {"imbalance": each.imbalance, "longest_document_tokens": max(lengths)}

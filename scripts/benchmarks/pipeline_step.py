@@ -18,10 +18,6 @@ schedule (`distca_hf/pipelines/schedules.py`). Parts have different times, becau
 the last the head and the loss. A hop between stages is timed, too. Left out are DDP's sums of gradients. There
 is no optimizer, so that all steps have the same loss; if losses differ, the script exits with 1.
 
-With several data ranks the last lines also compare `as packed` with the same step on silent wires (`lib/wires.py`):
-placed documents whose keys and values are local copies of random numbers. That is the work of every rank as it was
-spread, without any transfer between the ranks of a stage.
-
 Shaping itself knows no measured times: it divides by the costs that the loader assumes of every such model. The
 vocabulary is small by default, so that the last part is about as long as the others.
 """
@@ -52,7 +48,7 @@ from lib.header import machine_facts
 from lib.options import on_all_ranks
 from lib.parser import count, parser_of
 from lib.pipeline import PartTimes, Stages, StepSetup, add_pipeline, write_model
-from lib.rounds import equal_losses
+from lib.report import equal_losses
 from lib.tables import head, row
 from lib.wires import WiredPlugin, Wires
 
@@ -114,14 +110,14 @@ def measure_pipelines(
     settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens, "prefetch": options.micro_batches}
     opener = distca_hf.DistCAPlugin(**settings)
     opener.use_mesh(setup.mesh, data="data", stages="stage")
-    wires = Wires(opener.transport(device), device)
-    plugin = WiredPlugin(wires, **settings)
+    # Groups are opened before a stage waits for another one.
+    plugin = WiredPlugin(Wires(opener.transport(device), device), **settings)
     plugin.use_mesh(setup.mesh, data="data", stages="stage")
     losses: list[float] = []
     notes: list[str] = []
     for pipeline in setup.pipelines:
         stages = Stages(options.folder, plugin, pipeline, setup.mesh, device, options.micro_batches)
-        of_ways, note = compare(options, stages, wires, pipeline, setup.documents)
+        of_ways, note = compare(options, stages, pipeline, setup.documents)
         losses += of_ways
         notes.append(note)
         del stages
@@ -145,7 +141,7 @@ def print_header(options: argparse.Namespace, config: Any, documents: Dataset, d
 
 
 def compare(
-    options: argparse.Namespace, stages: Stages, wires: Wires, pipeline: Pipeline, documents: Dataset
+    options: argparse.Namespace, stages: Stages, pipeline: Pipeline, documents: Dataset
 ) -> tuple[list[float], str]:
     """Prints lines of the table for a schedule; returns the loss of each way, and a note about the prediction."""
     ways = ("plain", "as packed", "shaped") if stages.data_ranks > 1 else ("as packed", "shaped")
@@ -159,16 +155,11 @@ def compare(
         way: float(schedule.step_seconds_of_parts(*times.of(step.pairs), hop_seconds)) for way, step in steps.items()
     }
     rounds: dict[str, list[float]] = {way: [] for way in ways}
-    silent: list[float] = []
     losses: dict[str, float] = {}
     for _ in range(1 + options.rounds):  # one to warm up
         for way, step in steps.items():
             seconds, losses[way] = stages.step(step.inputs)
             rounds[way].append(seconds)
-        if stages.data_ranks > 1:
-            wires.silence(True)
-            silent.append(stages.step(steps["as packed"].inputs)[0])
-            wires.silence(False)
     measured = {way: statistics.median(seconds[1:]) for way, seconds in rounds.items()}
     name = "1F1B" if pipeline.chunks == 1 else f"interleaved, {pipeline.chunks} chunks"
     for way, step in steps.items():
@@ -179,11 +170,7 @@ def compare(
             print(row([name, way, *cells, *(f"{ratio:.3f}" for ratio in ratios)]), flush=True)
     spread = max((max(seconds[1:]) - min(seconds[1:])) / measured[way] for way, seconds in rounds.items())
     hop, spread_text = f"a hop {1e3 * hop_seconds:.2f} ms", f"rounds of a step within {100 * spread:.1f} %"
-    without = ""
-    if silent:
-        silent_seconds = statistics.median(silent[1:])
-        without = f"; as packed ÷ without transfers between data ranks {measured['as packed'] / silent_seconds:.3f}"
-    return [*losses.values()], f"{name}: {times.in_words()}; {hop}; {spread_text}{without}"
+    return [*losses.values()], f"{name}: {times.in_words()}; {hop}; {spread_text}"
 
 
 def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: Pipeline, documents: Dataset) -> Step:

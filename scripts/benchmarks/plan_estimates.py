@@ -6,7 +6,9 @@ docs/benchmarks/training.md.
 Documents of every row are planned as training plans them.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -25,7 +27,8 @@ from lib.planning.planners import whole_documents
 from lib.tables import head, row
 
 
-LLAMA_8B, QWEN_4B = PRESETS["llama3-8b"], PRESETS["qwen3-4b"]
+PEAKS = Path(__file__).parents[2] / "docs" / "benchmarks" / "measured-peaks.json"
+LLAMA_8B = PRESETS["llama3-8b"]
 HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # of all models that were measured
 LAYERS = 4
 
@@ -50,28 +53,26 @@ def _few_layers(vocabulary: int, head: bool) -> ModelSize:
     )
 
 
-BACKBONE = _few_layers(128_256, head=False)  # attention_step.py
-SMALL_VOCABULARY = _few_layers(32_000, head=True)  # training_run.py
-LLAMA, QWEN = _size(LLAMA_8B), _size(QWEN_4B)
-
-# Short documents of training_run.py have 512 to 8192 tokens; so many fill up a batch as here.
-TRAINING = "131200,8x512,8x1024,8x2048,8x4096,8x8192,4016"
-A, B, C = "65536,2x32768,4x16384,32x2048", "131072,96x4096", "65536,48x4096"
-HALF_64K, HALF_128K = "65536,16x4096", "131072,32x4096"
+# Models of the rows: without a name that of attention_step.py, then that of training_run.py.
+SIZES = {
+    "": _few_layers(128_256, head=False),
+    "vocabulary of 32,000": _few_layers(32_000, head=True),
+    **{name: _size(PRESETS[name]) for name in ("llama3-8b", "qwen3-4b")},
+}
 
 
 @dataclass(frozen=True)
 class PeakRow:
     """Most memory that torch had given out at once, measured on H200s (docs/benchmarks/training.md)."""
 
-    num_ranks: int  # GPUs
-    documents: str  # their lengths, as "131072,96x4096"
+    gpus: int
+    # Their lengths. Short documents of training_run.py have 512 to 8192 tokens; so many fill up a batch as here.
+    documents: str
     # "local" (packs in order), "whole" (whole documents to the least loaded rank), "placed", or "fixed" (packs in
     # order, tasks move)
     way: str
     gib: float  # measured
-    # size, checkpointing, liger: of the model
-    size: ModelSize = BACKBONE
+    model: str = ""  # name of its size
     checkpointing: Checkpointing = "recomputed"
     liger: bool = False
     optimizer_bytes: int = 0  # bytes of its state for each weight; 0 without an optimizer
@@ -81,45 +82,14 @@ class PeakRow:
     tensor_ranks: int = 1  # ranks that hold the same documents
 
 
-PEAKS = [
-    PeakRow(4, A, "local", 21.8),
-    PeakRow(4, A, "placed", 22.4),
-    PeakRow(4, A, "fixed", 22.9),
-    PeakRow(4, B, "local", 40.1),
-    PeakRow(4, B, "placed", 41.8),
-    PeakRow(4, B, "fixed", 41.4),
-    PeakRow(4, C, "local", 21.8),
-    PeakRow(4, C, "placed", 22.5),
-    PeakRow(4, C, "fixed", 22.3),
-    PeakRow(2, HALF_64K, "local", 23.7),
-    PeakRow(2, HALF_64K, "placed", 23.7, kv_budget_bytes=0),
-    PeakRow(2, HALF_64K, "fixed", 23.7, kv_budget_bytes=0),
-    PeakRow(2, HALF_64K, "placed", 24.4),
-    PeakRow(2, HALF_64K, "fixed", 25.0),
-    PeakRow(2, HALF_64K, "placed", 25.2, checkpointing="saved"),
-    PeakRow(2, HALF_64K, "fixed", 26.3, checkpointing="saved"),
-    PeakRow(4, TRAINING, "whole", 58.5, SMALL_VOCABULARY, optimizer_bytes=8),
-    PeakRow(4, TRAINING, "placed", 29.5, SMALL_VOCABULARY, optimizer_bytes=8, kv_budget_bytes=0),
-    PeakRow(4, TRAINING, "placed", 31.5, SMALL_VOCABULARY, "saved", optimizer_bytes=8, kv_budget_bytes=0),
-    PeakRow(4, TRAINING, "placed", 32.6, SMALL_VOCABULARY, "saved", optimizer_bytes=8, kv_budget_bytes=0),
-    PeakRow(4, "262144", "placed", 69, LLAMA, "saved", True, 8),
-    PeakRow(4, "262144,64x4096", "placed", 111, LLAMA, "saved", True, 8),
-    PeakRow(4, "262144,64x4096", "placed", 87, QWEN, "saved", True, 8),
-    PeakRow(4, "262144", "placed", 53, QWEN, "saved", True, 8),
-    PeakRow(4, "262272,42x4096", "placed", 96.0, LLAMA, "saved", True, 8),
-    PeakRow(4, "524288", "placed", 109.1, LLAMA, "saved", True, 8),
-    PeakRow(4, HALF_64K, "local", 14.4, tensor_ranks=2),
-    PeakRow(4, HALF_64K, "placed", 14.6, tensor_ranks=2),
-    PeakRow(4, HALF_64K, "fixed", 14.9, tensor_ranks=2),
-    PeakRow(4, HALF_128K, "local", 26.7, tensor_ranks=2),
-    PeakRow(4, HALF_128K, "placed", 27.4, tensor_ranks=2),
-    PeakRow(4, HALF_128K, "fixed", 28.1, tensor_ranks=2),
-]
+def read_peaks() -> list[PeakRow]:
+    """Returns the measured rows."""
+    return [PeakRow(**row) for row in json.loads(PEAKS.read_text())["rows"]]
 
 
 def load_of(peak: PeakRow) -> tuple[int, int]:
     """Returns the most tokens that a rank holds, and the most bytes that one receives in a layer."""
-    lengths, num_ranks = np.array(parse_documents(peak.documents)), peak.num_ranks // peak.tensor_ranks
+    lengths, num_ranks = np.array(parse_documents(peak.documents)), peak.gpus // peak.tensor_ranks
     if peak.way == "whole":
         return max(int(lengths[numbers].sum()) for numbers in whole_documents(lengths, num_ranks)), 0
     in_order = fill_in_order(lengths, num_ranks)
@@ -137,27 +107,27 @@ def estimated_gib(peak: PeakRow) -> float:
     """Returns the peak of the rank with most tokens, as estimated."""
     tokens, received = load_of(peak)
     setup = TrainingSetup(
-        peak.num_ranks,
+        peak.gpus,
         checkpointing=peak.checkpointing,
         liger=peak.liger,
         optimizer_bytes=peak.optimizer_bytes,
         kv_budget_bytes=peak.kv_budget_bytes,
         tensor_ranks=peak.tensor_ranks,
     )
-    return estimate_memory(peak.size.decoder(HEADS), setup, tokens, received // peak.tensor_ranks).total / GIB
+    return estimate_memory(SIZES[peak.model].decoder(HEADS), setup, tokens, received // peak.tensor_ranks).total / GIB
 
 
 def main() -> None:
     parser_of(__doc__).parse_args()
     print(head(["GPUs", "documents", "", "measured GiB", "estimated", "off by"], text_columns=3))
     off: dict[str, float] = {}
-    for peak in PEAKS:
+    for peak in read_peaks():
         estimated = estimated_gib(peak)
         error = estimated / peak.gib - 1
         off[peak.way] = max(off.get(peak.way, 0.0), abs(error))
         tensor = f", {peak.tensor_ranks} tensor ranks" * (peak.tensor_ranks > 1)
-        words = f"{peak.size.layers} layers, {peak.way}, attention {peak.checkpointing}{tensor}"
-        print(row([peak.num_ranks, peak.documents, words, f"{peak.gib:g}", f"{estimated:.1f}", f"{error:+.1%}"]))
+        words = f"{SIZES[peak.model].layers} layers, {peak.way}, attention {peak.checkpointing}{tensor}"
+        print(row([peak.gpus, peak.documents, words, f"{peak.gib:g}", f"{estimated:.1f}", f"{error:+.1%}"]))
     print("\npeak memory, off by at most: " + ", ".join(f"{way} {most:.1%}" for way, most in off.items()))
 
 

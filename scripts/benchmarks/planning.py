@@ -25,7 +25,7 @@ from itertools import product
 
 from distca_hf.layout import Topology
 from distca_hf.planning.routing import route
-from lib.parser import add_ranks, count, parse_tables, parser_of
+from lib.parser import add_ranks, count, parser_of
 from lib.planning.mixes import batch
 from lib.planning.plan_tables import print_balance, print_bytes, print_fixed, print_grouped_steps, print_ratio_to_bound
 from lib.planning.planners import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, print_row, table
@@ -73,12 +73,21 @@ def measure_once(kind: str, mix: str, num_ranks: int) -> None:
     print(json.dumps({"documents": len(lengths), "plan": planned - began, "route": routed - planned}))
 
 
+def table_name(text: str) -> str:
+    """Returns the name of a table, as `type` of an option."""
+    if text not in TABLES:
+        raise argparse.ArgumentTypeError(f"no table is called {text}; there are {', '.join(TABLES)}")
+    return text
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     add_ranks(parser, RANKS)
     parser.add_argument("--seeds", type=count, default=3, help="batches that are drawn for every row")
     parser.add_argument("--measure", nargs=3, metavar=("KIND", "MIX", "RANKS"), help=argparse.SUPPRESS)
-    options = parse_tables(parser, TABLES)
+    parser.add_argument("tables", nargs="*", type=table_name, help=f"any of {', '.join(TABLES)}; without it, all")
+    options = parser.parse_args()
+    options.tables = options.tables or [*TABLES]
     if options.measure:
         kind, mix, num_ranks = options.measure
         measure_once(kind, mix, int(num_ranks))

@@ -38,11 +38,11 @@ from trl import SFTConfig, SFTTrainer
 
 import distca_hf
 from distca_hf.analysis.lengths import read_lengths
+from lib.devices import largest, of_all_ranks
 from lib.documents import random_tokens
 from lib.header import machine_facts
 from lib.model import read_config
 from lib.parser import at_least_two, count, parser_of, whole
-from lib.rates import largest, of_all_ranks
 from lib.report import TOKENS_PER_SECOND
 from lib.tables import Columns, figure, number, peak_gib, table_of
 from lib.training.run import StepTimes, add_training, free_memory, furthest_in_words, parse_training, run_modes
@@ -105,7 +105,7 @@ def main() -> None:
     longest, batch_size = options.longest, options.batch_size
     lengths = cycled(read_lengths(options.lengths).tokens.clip(2, longest).tolist(), options)
     config = read_config(options, longest)
-    [documents] = random_tokens(lengths[: options.steps * batch_size * num_ranks], 1, config.vocab_size)
+    documents = random_tokens(lengths[: options.steps * batch_size * num_ranks], config.vocab_size)
     mean_tokens = sum(map(len, documents)) / len(documents)
     facts = [
         *machine_facts(device),

@@ -19,10 +19,8 @@ other, again and again, on the batches of another task in every round.
     none    documents as long as those of grpo, no two of which begin alike
 
 Lengths of turns, answers and tool outputs are drawn from half to one and a half of the mean. Documents of a rank are a
-pack. By default there is no head, and the loss is a weighted mean of squared hidden states of all documents' tokens:
-a gradient for every row. With --loss labels it is the model's own, of the tokens of agents or answers; hidden states
-return to their batches, and the head computes all rows. (With Trainer the head runs on placed rows, and turns that are
-learnt are not shared.)
+pack. There is no head, and the loss is a weighted mean of squared hidden states of all documents' tokens: a gradient
+for every row.
 
 Figures of the table are of the slowest or largest rank:
 
@@ -37,36 +35,28 @@ Figures of the table are of the slowest or largest rank:
 """
 
 import argparse
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from distca_hf.arrays import IntArray
-from distca_hf.integrations.models.hooks import BackboneCalls
 from distca_hf.integrations.models.sharing import Sharing
-from lib.baselines.attention import register_ways
-from lib.baselines.operators import whole_call
 from lib.documents import batch_of
-from lib.header import facts_of
-from lib.model import Backbone, LossModel, Shape, build_model, probe, read_config
-from lib.modes import Mode, Place, without
+from lib.model import Shape, read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
-from lib.parser import chosen_modes, count, whole, write_figures
-from lib.prefix_documents import WORKLOADS, Document, Drawn, MicroBatch, equal_beginnings
+from lib.parser import count, whole
+from lib.place import Mode, Place
+from lib.prefix_documents import WORKLOADS, Drawn, MicroBatch, equal_beginnings
 from lib.report import EXCHANGED_GB, STEP_MS, Measured
-from lib.rounds import equal_losses
-from lib.tables import Columns, figure, number, peak_gib, table_of
+from lib.tables import Columns, Figures, figure, number, peak_gib
 from lib.trainer_batches import AsOfTrainer, Batch, Batches
-from lib.whole_model import TrainingRunner, add_head, use_head
+from lib.whole_model import TrainingRunner
+from lib.workloads import Workload, add_workloads, measure_workloads, parse_workloads
 
 
 MODES = {
@@ -95,9 +85,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
     parser.set_defaults(modes="plain,unshared,shared", checkpointing="saved")
-    add_head(parser, "none")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated, see above")
-    parser.add_argument("--loss", choices=["states", "labels"], default="states", help="see above")
+    add_workloads(parser, WORKLOADS)
     parser.add_argument("--prompt-tokens", type=count, default=4096, help="of every prompt")
     parser.add_argument("--turn-tokens", type=count, default=512, help="mean of an agent's turn, or of an answer")
     parser.add_argument("--tool-tokens", type=count, default=512, help="mean of a tool's output")
@@ -111,7 +99,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=whole, default=0, help="of lengths, branches and tokens")
     options = parse_shared(parser, MODES)
-    options.workloads = chosen_modes(parser, options.workloads, WORKLOADS, "workload") or [*WORKLOADS]
+    parse_workloads(parser, options, WORKLOADS)
     if options.rows % 2:
         parser.error(f"--rows {options.rows} is odd, and dpo has pairs of rows")
     return options
@@ -123,48 +111,28 @@ def work_of(shape: Shape, lengths: Sequence[int]) -> float:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Builds the model once, and measures one workload after the other.
-
-    Raises:
-        SystemExit: losses of the same documents differ.
-    """
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    """Builds the model once, and measures one workload after the other."""
+    num_ranks = dist.get_world_size()
     longest = options.prompt_tokens + options.turns * 3 * (options.turn_tokens + options.tool_tokens) // 2 + 1
-    register_ways()
     config = read_config(options, longest)
-    causal_lm = build_model(config, options, device)
-    model = LossModel(causal_lm) if options.loss == "labels" else Backbone(causal_lm)
-    shape = probe(model)
-    if options.loss == "labels":
-        use_head(model, options.head)
-    place = Place.open(model, shape, options, device)
-    place.enable(place.plugin(0), longest, options)
-    counted = CountedRows(model.layers[0])
-    figures: dict[str, dict[str, dict[str, Any]]] = {}
-    wrong: list[str] = []
-    for workload in options.workloads:
-        vocabulary = config.get_text_config().vocab_size
-        number = min(options.tasks, options.warmup + options.rounds)
+    place = Place.build(config, options, device)
+    place.enable(0, longest, options)
+    counted, vocabulary = CountedRows(place.model.layers[0]), config.get_text_config().vocab_size
+    number = min(options.tasks, options.warmup + options.rounds)
+
+    def measure_one(workload: str) -> Workload:
         steps = [WORKLOADS[workload](Drawn(options, workload, step, vocabulary), num_ranks) for step in range(number)]
-        batches = [[_pack(place, micro_batch, options.loss) for micro_batch in step] for step in steps]
-        modes = [_mode(name, place, batches, counted) for name in options.modes]
-        rows = {mode.name: mode.batches.rows for mode in modes if isinstance(mode.batches, CountedBatches)}
-        runner = TrainingRunner(model, place.wires, device)
-        measured = runner.run(modes, options.warmup, options.rounds, exposed=False)
+        batches = [[_pack(place, micro_batch) for micro_batch in step] for step in steps]
+        counts = {name: CountedBatches(_batches(name, place, batches), counted) for name in options.modes}
+        modes = [_mode(name, of_mode) for name, of_mode in counts.items()]
+        measured = TrainingRunner(place).run(modes, options.warmup, options.rounds)
         timed = [steps[(options.warmup + at) % number] for at in range(options.rounds)]
-        computed = {name: _over_ranks(of_mode[options.warmup :], device) for name, of_mode in rows.items()}
-        figures[workload] = figures_of(measured, computed, timed, shape)
-        if rank == 0:
-            mean_tokens = sum(figures[workload][options.modes[0]]["given_tokens"]) // options.rounds
-            options.documents = f"of {workload}"
-            header = "; ".join(facts_of(options, config, mean_tokens // num_ranks, device))
-            print(f"{header}; loss of {options.loss}\n\n{table_of(COLUMNS, figures[workload])}\n", flush=True)
-            write_figures(options, workloads=figures)
-        losses = {name: mode.loss for name, mode in measured.items()}
-        if not equal_losses([*losses.values()], options.dtype):
-            wrong.append(f"{workload}: {losses}")
-    if wrong:
-        raise SystemExit(f"losses of the same documents differ: {'; '.join(wrong)}")
+        computed = {name: _over_ranks(of_mode.rows[options.warmup :], device) for name, of_mode in counts.items()}
+        further = further_figures(measured, computed, timed, place.shape)
+        given = sum(further[options.modes[0]]["given_tokens"])
+        return given // options.rounds // num_ranks, measured, further
+
+    measure_workloads(options, config, device, measure_one, COLUMNS, "loss of states")
 
 
 class CountedRows:
@@ -217,46 +185,32 @@ class InTurns:
         return iter(next(self._steps))
 
 
-def _pack(place: Place, micro_batch: MicroBatch, loss: str) -> Batch:
-    """Returns a pack of this rank's documents, with labels if the loss has them."""
-    documents, of_all = micro_batch[place.wires.rank], [of for of_rank in micro_batch for of in of_rank]
-    held = [(at, 0, len(tokens)) for at, (tokens, _) in enumerate(documents)]
-    batch: Batch = {**batch_of(held, [tokens for tokens, _ in documents], place.device)}
-    if loss == "states":
-        return batch
-    labels = np.concatenate([_labels(document) for document in documents])
-    batch["labels"] = torch.from_numpy(labels)[None].to(place.device)
-    batch["shift_labels"] = batch["labels"].roll(-1)  # the first token of a document has no label
-    learnt = sum(int((_labels(document) >= 0).sum()) for document in of_all)
-    return {**batch, "num_items_in_batch": learnt / place.wires.world_size}
+def _pack(place: Place, micro_batch: MicroBatch) -> Batch:
+    """Returns a pack of this rank's documents."""
+    documents = micro_batch[place.wires.rank]
+    return {**batch_of([(at, 0, len(tokens)) for at, tokens in enumerate(documents)], documents, place.device)}
 
 
-def _labels(document: Document) -> IntArray:
-    """Returns the tokens of the agent's turns, and -100 for others."""
-    tokens, borders = document
-    is_learnt = np.searchsorted(borders, np.arange(len(tokens)), side="right") % 2 == 1
-    return np.where(is_learnt, tokens, -100)
+def _batches(name: str, place: Place, steps: Sequence[Sequence[Batch]]) -> Batches:
+    """Returns the batches of a mode, for all steps."""
+    if name != "plain":
+        return AsOfTrainer(place.model, steps, shares=name == "shared")
+    return InTurns([[{**batch, "bench_work": place.whole_work(_lengths(batch))} for batch in step] for step in steps])
 
 
-def _mode(name: str, place: Place, steps: Sequence[Sequence[Batch]], counted: CountedRows) -> Mode:
-    """Returns the mode of a name for the batches of all steps."""
-    meanwhile: list[Callable[[], AbstractContextManager[object]]] = []
-    if name == "plain":
-        batches: Batches = InTurns([[_with_work(place, batch) for batch in step] for step in steps])
-        meanwhile.append(partial(without, BackboneCalls, "_open"))
-        return Mode(name, "bench_whole", CountedBatches(batches, counted), meanwhile=meanwhile)
-    if name == "unshared":
-        meanwhile.append(partial(mock.patch.object, Sharing, "refusal", return_value="this mode shares nothing"))
-    given = AsOfTrainer(place.model, steps, shares=name == "shared")
-    return Mode(name, "distca", CountedBatches(given, counted), watched=True, exchanges=True, meanwhile=meanwhile)
-
-
-def _with_work(place: Place, batch: Batch) -> Batch:
-    """Returns a batch with the kernel call of its whole documents."""
+def _lengths(batch: Batch) -> list[int]:
+    """Returns the lengths of a pack's documents."""
     positions = batch["position_ids"][0]
-    first = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
-    lengths = [stop - start for start, stop in pairwise(first)]
-    return {**batch, "bench_work": place.work([whole_call(lengths, place.device)])}
+    first = (positions == 0).nonzero().flatten()
+    return torch.cat([first, first.new_tensor([len(positions)])]).diff().tolist()
+
+
+def _mode(name: str, batches: Batches) -> Mode:
+    """Returns the mode of a name with its batches."""
+    if name == "plain":
+        return Mode(name, "bench_whole", batches)
+    unshared = partial(mock.patch.object, Sharing, "refusal", return_value="this mode shares nothing")
+    return Mode.of_product(name, batches, *[unshared] * (name == "unshared"))
 
 
 def _over_ranks(rows: Sequence[int], device: torch.device) -> list[int]:
@@ -266,13 +220,13 @@ def _over_ranks(rows: Sequence[int], device: torch.device) -> list[int]:
     return [int(value) for value in numbers.tolist()]
 
 
-def figures_of(
+def further_figures(
     measured: Mapping[str, Measured],
     computed: Mapping[str, list[int]],
     steps: Sequence[Sequence[MicroBatch]],
     shape: Shape,
-) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each mode: seconds, bytes and tokens of every round, and ratios.
+) -> dict[str, Figures]:
+    """Returns tokens of every round, and ratios of each mode.
 
     Args:
         measured: measurements by mode.
@@ -282,25 +236,18 @@ def figures_of(
     """
     given, trie, remaining_work = [], [], []
     for step in steps:
-        parts = [equal_beginnings([tokens for of_rank in micro for tokens, _ in of_rank]) for micro in step]
+        parts = [equal_beginnings([*chain.from_iterable(micro_batch)]) for micro_batch in step]
         common, lengths = (list(chain.from_iterable(of)) for of in zip(*parts, strict=True))
         given.append(sum(lengths))
         trie.append(sum(lengths) - sum(common))
         remaining_work.append(1 - work_of(shape, common) / work_of(shape, lengths))
     remaining_tokens = [least / whole for least, whole in zip(trie, given, strict=True)]
     first = next(iter(measured.values()))
-
-    def ratio(mode: Measured, remaining: Sequence[float]) -> float:
-        rounds = zip(mode.seconds, first.seconds, remaining, strict=True)
-        return statistics.median(own / other / part for own, other, part in rounds)
-
     return {
         name: {
-            **vars(mode),
-            "step_seconds": mode.step_seconds,
-            "ratio_to_first": ratio(mode, [1.0] * len(steps)),
-            "ratio_to_trie": ratio(mode, remaining_tokens),
-            "ratio_to_work": ratio(mode, remaining_work),
+            "ratio_to_first": mode.ratio_to(first),
+            "ratio_to_trie": mode.ratio_to(first, remaining_tokens),
+            "ratio_to_work": mode.ratio_to(first, remaining_work),
             "given_tokens": given,
             "trie_tokens": trie,
             "remaining_work": remaining_work,

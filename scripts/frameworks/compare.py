@@ -16,15 +16,30 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from programs import FRAMEWORKS, Framework
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework and its programs, as `programs.yaml` explains them."""
+
+    packages: list[str]
+    programs: dict[str, dict[str, Any]]  # `module` and `settings` of each
+    file: bool = False
+    section: dict[str, object] | None = None
+    lowest_python: Sequence[int] = (3, 11)  # the lowest version that it can be installed with
 
 
 SCRIPTS = Path(__file__).parent
+FRAMEWORKS = {
+    name: Framework(**facts)
+    for name, facts in yaml.safe_load((SCRIPTS / "programs.yaml").read_text())["frameworks"].items()
+}
 LARGEST_DIFFERENCE, LARGEST_IMBALANCE = 1e-5, 1.05
 ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
@@ -44,7 +59,7 @@ def install(framework: Framework, environment: Path) -> None:
     python = environment / "bin" / "python"
     if python.exists():
         return
-    if sys.version_info < framework.lowest_python:
+    if sys.version_info < tuple(framework.lowest_python):
         lowest = ".".join(map(str, framework.lowest_python))
         raise SystemExit(f"{framework.packages[0]} needs Python {lowest}, and this is {sys.version.split()[0]}")
     print(f"installing {framework.packages[0]} into {environment}", flush=True)
@@ -82,7 +97,7 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
     Returns:
         The largest difference of a loss, and the largest imbalance of a step, as it is logged.
     """
-    module, arguments = framework.programs[name]
+    module, settings = framework.programs[name]["module"], framework.programs[name]["settings"]
     runs = []
     variable = {} if framework.section else {"DISTCA_ATTACH": "1"}
     for kind, variables, section in (("sdpa", {}, {}), ("distca", variable, framework.section or {})):
@@ -91,12 +106,13 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
             shutil.rmtree(output)
         output.mkdir(parents=True)
         places = {"material": environment / "material", "output": output, "scripts": SCRIPTS}
-        if isinstance(arguments, dict):
+        if framework.file:
             file = output / "program.yaml"
-            file.write_text(_filled(yaml.safe_dump(arguments | section), places))
+            file.write_text(_filled(yaml.safe_dump(settings | section), places))
             words = [str(file)]
         else:
-            words = [_filled(word, places) for word in arguments]
+            options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+            words = [_filled(word, places) for word in options]
         launcher = [str(environment / "bin" / "torchrun"), "--nproc-per-node", "2"]
         run([*launcher, "-m", "on_cpus", module, *words], output / "log.txt", **variables)
         runs.append(logged(output))

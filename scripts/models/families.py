@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import distca_hf
@@ -35,10 +36,6 @@ LONGROPE = {
         **{"short_factor": [1.0] * (HEAD_DIM // 2), "long_factor": [2.0] * (HEAD_DIM // 2)},
     }
 }
-STATES = "layers carry a state from token to token, which travels with cut documents"
-WHOLE = "layers carry a state that cannot travel: documents stay whole on a GPU"
-WIDTHS = "on GPUs FlashAttention 4: keys and values have different widths"
-IMAGES = "text, and images in your own batches. Its towers attend with sdpa"
 
 
 @dataclass(frozen=True)
@@ -53,77 +50,14 @@ class Family:
     note: str = ""  # for people
 
 
-def windows(tokens: int | None) -> dict[str, Any]:
-    return {"sliding_window": tokens}
+def _family(name: str, model_types: list[str], *, window: int | str = "", rope: str = "", **told: str) -> Family:
+    """Returns a family as families.yaml has it."""
+    settings = {"sliding_window": None if window == "none" else window} if window else {}
+    return Family(name, tuple(model_types), settings | (LONGROPE if rope else {}), **told)
 
 
-FAMILIES = (
-    Family("Llama 2, 3, 3.1, 3.2, 3.3", ("llama",)),
-    Family("Qwen 2.5", ("qwen2",)),
-    Family("Qwen 3", ("qwen3",)),
-    Family("Qwen 3 MoE", ("qwen3_moe",)),
-    Family("Mistral from v0.2 on, Nemo, Small, Ministral 3", ("mistral", "ministral3"), windows(None)),
-    Family("Mistral v0.1", ("mistral",), windows(4096)),
-    Family("Ministral 8B", ("ministral",), windows(32768)),
-    Family("Mixtral", ("mixtral",), windows(None)),
-    Family("DeepSeek-V3, R1", ("deepseek_v3",), note=WIDTHS),
-    Family("Phi-4", ("phi3",), windows(None)),
-    Family("Phi-3 4K", ("phi3",), windows(2047)),
-    Family("OLMo 2", ("olmo2",)),
-    Family("SmolLM3", ("smollm3",)),
-    Family("GLM-4.5, 4.6", ("glm4_moe",)),
-    Family("Granite 3", ("granite",)),
-    Family(
-        "Qwen2.5-VL, Qwen3-VL, InternVL, LLaVA, SmolVLM, Kimi K2.5",
-        ("qwen2_5_vl", "qwen3_vl", "internvl", "llava", "smolvlm", "kimi_k25"),
-        note=IMAGES,
-    ),
-    Family("Mistral Small 3.1, Ministral 3 with images", ("mistral3",), windows(None), note=IMAGES),
-    Family("Command A Vision", ("cohere2_vision",), windows(4096), note=IMAGES),
-    Family(
-        "Gemma 2",
-        ("gemma2",),
-        windows(4096),
-        note="softcap: on GPUs FlashAttention 4, 3 or 2; torch's kernel has none",
-    ),
-    Family("Gemma 3", ("gemma3_text", "gemma3"), windows(1024), note="documents of text, no images"),
-    Family(
-        "Gemma 4",
-        ("gemma4_text", "gemma4"),
-        windows(1024),
-        note="documents of text. Heads of 512 in full layers: on GPUs only Hopper, with ffpa-attn",
-    ),
-    Family("GPT-OSS", ("gpt_oss",), windows(128), note="sinks train, or are frozen under LoRA"),
-    Family("OLMo 3", ("olmo3",), windows(4096)),
-    Family("Command A, R7B", ("cohere2",), windows(4096)),
-    Family("EXAONE 4", ("exaone4",), windows(4096)),
-    Family("MiMo-V2-Flash", ("mimo_v2_flash",), windows(128), note=WIDTHS),
-    Family(
-        "Phi-3 128K, Phi-4-mini", ("phi3",), windows(None) | LONGROPE, "longrope", "RoPE changes with the batch beyond"
-    ),
-    Family(
-        "Llama 4",
-        ("llama4_text", "llama4"),
-        note="layers attend inside of chunks; on text: Transformers' own multimodal class fails in training",
-    ),
-    Family(
-        "Qwen 3.5, Qwen3-Next, Nemotron-H, Falcon-H1, Granite 4 hybrid, LFM2, OLMo-Hybrid, Bamba, Jamba, Zamba2",
-        (
-            *("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2"),
-            *("olmo_hybrid", "bamba", "jamba", "zamba2"),
-        ),
-        note=STATES,
-    ),
-    Family("Kimi Linear, Bailing hybrid", ("kimi_linear", "bailing_hybrid"), note=f"{STATES}; {WIDTHS}"),
-    Family(
-        "DeepSeek-V3.2, GLM-5",
-        ("deepseek_v32", "glm_moe_dsa"),
-        sign="indexed_attention",
-        note="every query chooses its keys",
-    ),
-    Family("MiniMax-Text-01, RecurrentGemma", ("minimax", "recurrent_gemma"), note=WHOLE),
-    Family("Mamba", ("mamba", "mamba2"), sign="none of its layers", note="no attention at all"),
-)
+LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+FAMILIES = [_family(**family) for family in LISTED["families"]]
 INTRODUCTION = f"""# Models and limits
 
 ```
@@ -198,7 +132,7 @@ def outcome(family: Family) -> str:
     if len(accepted) > 1:
         raise ValueError(f"{family.name}: longest documents of its model types are {sorted(accepted)}; split it")
     stay_whole = [needs_whole_documents(model) for model in models]
-    if stay_whole != [family.note == WHOLE] * len(models):
+    if stay_whole != [family.note == LISTED["notes"]["whole"]] * len(models):
         raise ValueError(f"{family.name}: documents stay whole in {stay_whole}, and the note is {family.note!r}")
     (tokens,) = accepted
     if not tokens:

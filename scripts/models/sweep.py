@@ -1,17 +1,12 @@
 """Which models of the installed Transformers run on distca, and how exactly, as two sections of a Markdown page.
 
     python scripts/models/sweep.py [--kind text|images] [--only MODEL_TYPE ...] [--out PAGE.md]
-    python scripts/models/sweep.py --verdicts [--kind text|images] [--only MODEL_TYPE ...]
 
 Of every class that AutoModelForCausalLM or AutoModelForImageTextToText knows a tiny model is built
 (`distca_hf/analysis/check/trial.py`) and checked. An accepted one trains one step on documents of text that are placed
 on 1, 2 and 3 ranks, and on the same documents one by one with sdpa: loss and gradients must agree. Every layer must
 attend with the window that placement counts for it. A class that is accepted but differs, or fails in another way than
 by a refusal, makes the script exit with 1.
-
-With `--verdicts` every class of the page is judged as `distca check` judges it, by the same tiny configuration, on a
-CPU. Classes of which the two say something else are printed. If one works on the page and is refused here, or the
-other way round, the script exits with 1.
 """
 
 import argparse
@@ -39,14 +34,11 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import distca_hf
 from distca_hf.analysis.check import trial
-from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, WINDOW_TOKENS, tiny_config
 from distca_hf.analysis.check.trial import TinyModel, largest, step_alone
-from distca_hf.analysis.check.verdict import judge
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.flops import find_gpu
 from distca_hf.integrations.models.check import REMEDY, check_model
 from distca_hf.integrations.models.decoder_layers import masks_of_layers
 from distca_hf.integrations.models.forward_watch import enable
@@ -85,9 +77,6 @@ Made by `python scripts/models/sweep.py --kind images` with Transformers {transf
 {torch.__version__} and distca_hf {distca_hf.__version__}, of every class that `AutoModelForImageTextToText` knows,
 in the same way, on documents of text. Their towers attend with sdpa.
 """
-ROW = re.compile(r"^\| (works|refused|not built) \| .* \| (.*) \|$", re.MULTILINE)
-# Message of a verdict about a class that could not be tried: the page compares it as in evaluation.
-UNTRIED = "it was not tried"
 TABLE_HEAD = ("| outcome | largest relative difference, or reason | model types |", "|---|---|---|")
 
 
@@ -214,64 +203,6 @@ def _told_of(outcomes: list[Outcome]) -> str:
     return "printed by the script" if outcomes[0].verdict == NOT_BUILT else outcomes[0].detail
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The outcome of a class on the page, and the verdict of `distca check` with its reason, or what was not tried."""
-
-    model_class: str
-    model_type: str
-    on_page: str
-    verdict: str
-    detail: str
-
-    @property
-    def agrees(self) -> bool:
-        """Whether both say the same, or the page could not build the class and so says nothing."""
-        return self.on_page in (self.verdict, NOT_BUILT)
-
-
-def outcomes_of_page(kind: Kind) -> dict[str, str]:
-    """Returns the outcomes of a section, by model type."""
-    heading = kind.introduction.partition("\n")[0]
-    rows = ROW.finditer(PAGE.read_text().split(heading)[1].split("\n## ")[0])
-    return {model_type: row[1] for row in rows for model_type in row[2].split(", ")}
-
-
-def compare_verdicts(kind: Kind, only: Iterable[str] = ()) -> list[Compared]:
-    """Judges all classes of a section, or those model types."""
-    outcomes, found = outcomes_of_page(kind), []
-    for config_class in kind.config_classes(only):
-        model_type = config_class.model_type
-        if model_type in outcomes:
-            name = kind.mapping[config_class].__name__
-            found.append(Compared(name, model_type, outcomes[model_type], *_judged(config_class, kind)))
-    return found
-
-
-def _judged(config_class: type[PreTrainedConfig], kind: Kind) -> tuple[str, str]:
-    """Returns what `distca check` says of a class, and why."""
-    try:
-        config, name = tiny_config(config_class), kind.mapping[config_class].__name__
-        candidate = Candidate(config_class.model_type, config, kind.auto_class.from_config, name)
-        verdict, _ = judge(candidate, find_gpu("cpu"), LONGEST_TOKENS)
-    except Exception as error:  # of a configuration or a class that does not go with small sizes
-        return NOT_BUILT, _named(error)
-    untried = [limit for limit in verdict.limits if limit.startswith(UNTRIED)]
-    return REFUSED if verdict.status == "refused" else WORKS, "; ".join(verdict.reasons or untried)
-
-
-def print_verdicts(kind: Kind, only: Iterable[str]) -> bool:
-    """Prints classes of which the page and `distca check` say something else; returns whether they contradict."""
-    found = compare_verdicts(kind, only)
-    print(f"{kind.introduction.partition(chr(10))[0]}: {len(found)} classes")
-    for (on_page, verdict), count in sorted(Counter((each.on_page, each.verdict) for each in found).items()):
-        print(f"  {count}: {on_page} on the page, {verdict} by distca check")
-    for each in found:
-        if each.on_page != each.verdict:
-            print(f"  {each.model_class} ({each.model_type}): {each.on_page}, {each.verdict}: {each.detail[:200]}")
-    return not all(each.agrees for each in found)
-
-
 def be_quiet() -> None:
     """Sets one thread, and no message of libraries about tiny models."""
     torch.set_num_threads(1)
@@ -299,15 +230,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_classes(parser)
     parser.add_argument("--kind", choices=KINDS, help="only this section; both by default")
-    parser.add_argument(
-        "--verdicts", action="store_true", help="compare distca check with the page, and write nothing"
-    )
     options = parser.parse_args()
     kinds = [KINDS[options.kind]] if options.kind else list(KINDS.values())
     check_model_types(parser, options.only, kinds)
     be_quiet()
-    if options.verdicts:
-        sys.exit(any([print_verdicts(kind, options.only) for kind in kinds]))
     out = options.out or (None if options.only else PAGE)
     outcomes = []
     for kind in kinds:

@@ -1,7 +1,7 @@
 """Runs Transformers' own model and attention tests, or TRL's tests of its trainers, with distca and with sdpa.
 
-    python scripts/models/upstream_tests.py --transformers CHECKOUT [--families llama qwen3 ...] [--json RUN.json]
-        [--page scripts/models/classes.md] [--compare EARLIER.json]
+    python scripts/models/upstream_tests.py --transformers CHECKOUT [--families llama qwen3 ...]
+        [--page scripts/models/classes.md]
     python scripts/models/upstream_tests.py --trl CHECKOUT [--families sft dpo ...] [...]
 
 CHECKOUT is a source tree of the version that is installed or of one near it; nothing is fetched, neither sources nor
@@ -16,8 +16,7 @@ enabled when they are told to train. Suite "attention": tests that ask for sdpa 
 once more sdpa. Suite "trainers", of TRL: distca is the default and is attached to every trainer; models and datasets
 of the Hub are made here with TRL's own scripts (`upstream/hub.py`).
 
-Exit status 1: a test fails only with distca, neither refused by name nor because it asserts that sdpa is the default;
-or a test that passed in EARLIER.json fails.
+Exit status 1: a test fails only with distca, neither refused by name nor because it asserts that sdpa is the default.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shared.page_sections import file_to_write, parser_of, write_section
-from upstream.outcomes import DISTCA, FAILED, OTHER, PASSED, SDPA, Outcome, Outcomes, Run, no_longer_passing
+from upstream.outcomes import DISTCA, OTHER, PASSED, SDPA, Outcome, Outcomes, Run
 from upstream.page import section
 
 
@@ -93,7 +92,7 @@ ENVIRONMENT = {
 def main() -> None:
     options = parse()
     project, trees = (TRL, options.trl) if options.trl else (TRANSFORMERS, options.transformers)
-    of_run, earlier = options.families or project.families, options.compare
+    of_run = options.families or project.families
     families: dict[str, dict[str, dict[str, Outcomes]]] = {}
     with tempfile.TemporaryDirectory(prefix="upstream_tests_") as folder:
         workplace = Path(folder)
@@ -112,22 +111,9 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "upstream.hub", "."], cwd=workplace, env=hub, check=True)
         for family in of_run:
             families[family] = {suite: run_both(project, workplace, family, suite) for suite in project.suites}
-            if options.json:
-                run.write(options.json)
     if options.page:
         write_section(options.page, section(run, tuple(project.suites)))
-    faults = print_faults(run)
-    if earlier is not None:
-        faults += print_changes(earlier, run)
-    sys.exit(1 if faults else 0)
-
-
-def _earlier(text: str) -> Run:
-    """Returns the outcomes of an earlier run, as `type` of an option."""
-    try:
-        return Run.read(Path(text))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(f"{text} holds no outcomes: {error!r}") from error
+    sys.exit(1 if print_faults(run) else 0)
 
 
 def parse() -> argparse.Namespace:
@@ -137,11 +123,8 @@ def parse() -> argparse.Namespace:
         tree = f"source tree of {name} with its tests; given again, a tree with files that the first lacks"
         sources.add_argument(option, type=Path, action="append", metavar="PATH", help=tree)
     parser.add_argument("--families", nargs="+", metavar="FAMILY", help="models or trainers to test; all by default")
-    parser.add_argument("--json", type=file_to_write, help="file for the outcomes, after every family")
     page = "the Markdown page whose section about these tests is replaced"
     parser.add_argument("--page", type=file_to_write, help=page)
-    earlier = "outcomes of an earlier run: tests that passed then and fail now are printed"
-    parser.add_argument("--compare", type=_earlier, metavar="EARLIER.json", help=earlier)
     return parser.parse_args()
 
 
@@ -232,19 +215,6 @@ def print_faults(run: Run) -> int:
         ended = fault.distca.error or fault.distca.result
         print(f"FAILS WITH DISTCA ALONE {fault.family}, {fault.suite}: {fault.test}: {ended}")
     return len(faults)
-
-
-def print_changes(earlier: Run, now: Run) -> int:
-    """Prints tests that passed in an earlier run and do not now, and returns how many of them fail."""
-    for name in sorted(earlier.versions.keys() | now.versions.keys()):
-        before, after = earlier.versions.get(name), now.versions.get(name)
-        if before != after:
-            print(f"{name} was {before} in the earlier run and is {after} now")
-    changed = no_longer_passing(earlier, now)
-    for test, outcome in sorted(changed.items()):
-        ended = "did not run" if outcome is None else f"{outcome.result} {outcome.error}"
-        print(f"PASSED EARLIER {test}: now {ended}")
-    return sum(outcome is not None and outcome.result == FAILED for outcome in changed.values())
 
 
 if __name__ == "__main__":

@@ -6,21 +6,14 @@ python scripts/pictures/draw_losses.py
 """
 
 import json
-from typing import TypedDict
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from style import BENCHMARKS, Style, headed, save
+from style import BENCHMARKS, Style, headed, ruled, save
 
 
-class Step(TypedDict):
-    """The part of a step in quickstart-steps.json that is drawn: losses with distca_hf and with sdpa."""
-
-    losses: tuple[float, float]
-
-
-STEPS: list[Step] = json.loads((BENCHMARKS / "quickstart-steps.json").read_text())
+STEPS = json.loads((BENCHMARKS / "quickstart-steps.json").read_text())
 DISTCA, SDPA = zip(*(step["losses"] for step in STEPS), strict=True)
 DIFFERENCES = [ours - theirs for ours, theirs in zip(DISTCA, SDPA, strict=True)]
 
@@ -50,9 +43,7 @@ def draw(style: Style) -> Figure:
     panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 1e6:+.0f}" if value else "0"))
     panels[1].set_xlim(0.5, len(STEPS) + 0.5)
     for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(length=0)
-        axes.grid(axis="y", color=style.grid, lw=0.6)
+        ruled(axes, style)
     figure.align_ylabels(panels)
     figure.subplots_adjust(left=0.105, right=0.985, top=0.80, bottom=0.105, hspace=0.14)
     return figure

@@ -19,7 +19,7 @@ from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.placement.place import work_in_order
 from distca_hf.recipe import LENGTHS
-from style import Style, headed, save
+from style import Style, headed, ruled, save
 
 
 MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
@@ -85,10 +85,9 @@ def draw(style: Style, spreads: dict[str, list[Spread]]) -> Figure:
     axes.set_xticks(RANKS, [f"{ranks}" for ranks in RANKS])
     axes.set_xlabel("GPUs")
     axes.set_ylim(0, None)
-    axes.grid(axis="y", color=style.grid, lw=0.6)
+    ruled(axes, style)
+    axes.spines["left"].set_visible(False)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0)
     figure.subplots_adjust(left=0.045, right=0.765, top=0.78, bottom=0.115)
     return figure
 

@@ -14,9 +14,8 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -27,7 +26,7 @@ from distca_hf.analysis.simulate.command import print_results
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.recipe import LENGTHS
-from style import BENCHMARKS, ROOT, Style, bare, headed, save
+from style import BENCHMARKS, ROOT, Bar, Style, draw_bars, headed, save
 
 
 STORED, PAGE = BENCHMARKS / "simulated-steps.json", ROOT / "docs" / "will-it-help.md"
@@ -49,21 +48,13 @@ WAYS = {
 }
 
 
-class Bar(TypedDict):
-    """One way on one number of GPUs: as `distca simulate --json` has it."""
-
-    tokens_per_second: float
-    times_as_fast: float
-    whole: bool
-    fits: bool
-
-
 class Panel(TypedDict):
     """All ways that are drawn for one mix of lengths and number of GPUs."""
 
     mix: str
     gpus: int
-    ways: dict[str, Bar]
+    # By way, as `distca simulate --json` has it: `tokens_per_second`, `times_as_fast`, `whole` and `fits`.
+    ways: dict[str, dict[str, Any]]
 
 
 class Stored(TypedDict):
@@ -79,7 +70,7 @@ def simulated() -> Stored:
     """Simulates all panels."""
     of_mixes = {mix: [result_of(mix, gpus) for gpus in GPUS] for mix in MIXES}
     profile = find_profile(PROFILE)
-    panels = [Panel(mix=mix, gpus=one.gpus, ways=bars(one)) for mix, results in of_mixes.items() for one in results]
+    panels = [Panel(mix=mix, gpus=one.gpus, ways=drawn(one)) for mix, results in of_mixes.items() for one in results]
     made = {"date": profile.made.date, "remarks": profile.made.remarks}
     return Stored(profile=made, command=COMMAND, quoted=quoted(of_mixes[QUOTED_MIX], profile), panels=panels)
 
@@ -94,18 +85,18 @@ def result_of(mix: str, gpus: int) -> Result:
     return simulate(request, profile, tokens)[0]
 
 
-def bars(result: Result) -> dict[str, Bar]:
+def drawn(result: Result) -> dict[str, dict[str, Any]]:
     """Returns the ways that are drawn."""
     found = {
         way.key.split("_")[0] if way.key.startswith(("ring_", "ulysses_")) else way.key: way for way in result.ways
     }
     return {
-        key: Bar(
-            tokens_per_second=round(found[key].tokens_per_second, 1),
-            times_as_fast=round(found[key].times_as_fast, 4),
-            whole=found[key].whole,
-            fits=found[key].fits,
-        )
+        key: {
+            "tokens_per_second": round(found[key].tokens_per_second, 1),
+            "times_as_fast": round(found[key].times_as_fast, 4),
+            "whole": found[key].whole,
+            "fits": found[key].fits,
+        }
         for key in WAYS
         if key in found
     }
@@ -135,7 +126,7 @@ def draw(style: Style, panels: Sequence[Panel]) -> Figure:
     for panel in panels:
         row, column = [*MIXES].index(panel["mix"]), GPUS.index(panel["gpus"])
         axes = axes_of[row, column]
-        draw_bars(axes, style, panel)
+        draw_bars(axes, style, {name: bar_of(style, panel, way) for way, name in WAYS.items()}, 0.04)
         axes.set_xlim(0, 1.22 * longest)
         if row == 0:
             axes.set_title(f"{panel['gpus']} GPUs", fontsize=10.5, loc="left", pad=22)
@@ -145,27 +136,20 @@ def draw(style: Style, panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def draw_bars(axes: Axes, style: Style, panel: Panel) -> None:
-    """Draws a bar for each way."""
-    for place, way in enumerate(WAYS):
-        bar = panel["ways"].get(way)
-        if bar is None or not bar["fits"]:
-            label = "cannot hold the context" if bar is None else "does not fit the GPU's memory"
-            axes.text(0.03, place, label, va="center", fontsize=8.5, color=style.muted, style="italic")
-            continue
-        ours, ratio = way == "placed", bar["times_as_fast"]
-        axes.barh(place, ratio, 0.72, color=style.ours if ours else style.others)
-        label = f"{ratio:.2f}{'' if bar['whole'] else ' *'}"
-        axes.text(ratio + 0.04, place, label, va="center", weight="bold" if ours else "normal")
-        inside = style.on_ours if ours else style.on_others
-        axes.text(
-            0.05, place, f"{bar['tokens_per_second'] / panel['gpus']:,.0f}", va="center", fontsize=8.5, color=inside
-        )
-    axes.axvline(1, color=style.muted, lw=0.8, ls=(0, (4, 3)), zorder=0)
-    axes.set_yticks(range(len(WAYS)), [*WAYS.values()], fontsize=9.5)
-    axes.set_ylim(len(WAYS) - 0.5, -0.5)
-    axes.set_xticks([])
-    bare(axes)
+def bar_of(style: Style, panel: Panel, way: str) -> Bar:
+    """Returns the bar of a way."""
+    found = panel["ways"].get(way)
+    if found is None or not found["fits"]:
+        return Bar("cannot hold the context" if found is None else "does not fit the GPU's memory")
+    ours = way == "placed"
+    return Bar(
+        f"{found['tokens_per_second'] / panel['gpus']:,.0f}",
+        found["times_as_fast"],
+        mark="" if found["whole"] else " *",
+        colour=style.ours if ours else style.others,
+        on_colour=style.on_ours if ours else style.on_others,
+        is_ours=ours,
+    )
 
 
 def described(panels: Sequence[Panel]) -> str:

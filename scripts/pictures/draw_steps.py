@@ -6,29 +6,15 @@ Figures come from docs/benchmarks/steps.json, which names their page.
 """
 
 import json
-from typing import TypedDict
+from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from style import BENCHMARKS, Style, bare, headed, save
+from style import BENCHMARKS, Bar, Style, draw_bars, headed, save
 
 
-class Row(TypedDict):
-    """One set of documents over one kind of links: milliseconds of a step, by way to share attention."""
-
-    documents: str
-    links: str
-    ms: dict[str, int]
-
-
-class Table(TypedDict):
-    """The part of a table in steps.json that is drawn."""
-
-    rows: list[Row]
-
-
-STEPS: dict[str, Table] = json.loads((BENCHMARKS / "steps.json").read_text())
+# Tables with rows: documents, links, and milliseconds of a step, `ms`, by way to share attention.
+STEPS: dict[str, Any] = json.loads((BENCHMARKS / "steps.json").read_text())
 # Ways to share attention and their names in each picture, from top to bottom.
 FOUR_GPUS = {
     "plain": "plain packing",
@@ -53,35 +39,24 @@ def row_of(table: str, documents: str, links: str) -> dict[str, int]:
     return row["ms"]
 
 
-def draw_bars(
-    axes: Axes, style: Style, ways: dict[str, str], ms: dict[str, int], unit: str, missing: dict[str, str]
-) -> None:
-    """Draws a bar for each way with its milliseconds, as a multiple of the way `unit`; `missing` says why there is
-    none."""
-    for place, way in enumerate(ways):
-        if way not in ms:
-            axes.text(
-                0.03,
-                place,
-                missing.get(way, "not measured"),
-                va="center",
-                fontsize=9,
-                color=style.muted,
-                style="italic",
-            )
-            continue
-        ratio = ms[way] / ms[unit]
-        colour = {"distca": style.ours, "recomputed": style.ours, "ideal": style.best}.get(way, style.others)
-        axes.barh(place, ratio, 0.72, color=colour, alpha=0.55 if way == "recomputed" else 1)
-        ours = way == "distca"
-        axes.text(ratio + 0.03, place, f"{ratio:.2f}", va="center", weight="bold" if ours else "normal")
-        inside = {"distca": style.on_ours, "recomputed": style.text, "ideal": style.text}.get(way, style.on_others)
-        axes.text(0.04, place, f"{ms[way]:,} ms", va="center", fontsize=8.5, color=inside)
-    axes.axvline(1, color=style.muted, lw=0.8, ls=(0, (4, 3)), zorder=0)
-    axes.set_yticks(range(len(ways)), [*ways.values()], fontsize=9.5)
-    axes.set_ylim(len(ways) - 0.5, -0.5)
-    axes.set_xticks([])
-    bare(axes)
+def bars(style: Style, ways: dict[str, str], ms: dict[str, int], unit: str, missing: str = "") -> dict[str, Bar]:
+    """Returns a bar for each way with its milliseconds, as a multiple of the way `unit`; `missing` says why plain
+    packing has none."""
+    colours = {"distca": style.ours, "recomputed": style.ours, "ideal": style.best}
+    inside = {"distca": style.on_ours, "recomputed": style.text, "ideal": style.text}
+    return {
+        name: Bar(
+            f"{ms[way]:,} ms",
+            ms[way] / ms[unit],
+            colour=colours.get(way, style.others),
+            on_colour=inside.get(way, style.on_others),
+            is_ours=way == "distca",
+            alpha=0.55 if way == "recomputed" else 1,
+        )
+        if way in ms
+        else Bar(missing if way == "plain" else "not measured")
+        for way, name in ways.items()
+    }
 
 
 def draw_four_gpus(style: Style) -> Figure:
@@ -96,7 +71,7 @@ def draw_four_gpus(style: Style) -> Figure:
     for row, (links, title) in enumerate([("NVLink", "NVLink"), ("30 GB/s", "30 GB/s, as between nodes")]):
         for column, mix in enumerate(documents):
             axes = panels[row, column]
-            draw_bars(axes, style, FOUR_GPUS, row_of("four_gpus", mix, links), "ideal", {})
+            draw_bars(axes, style, bars(style, FOUR_GPUS, row_of("four_gpus", mix, links), "ideal"), 0.03)
             axes.set_xlim(0, 2.3)
             if row == 0:
                 axes.set_title(mix, fontsize=10.5, loc="left", pad=22)
@@ -116,7 +91,7 @@ def draw_two_gpus(style: Style) -> Figure:
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     for axes, documents in zip(panels, ("one of 64K among 16 of 4K", "one of 128K", "all of 4K"), strict=True):
         ms = row_of("two_gpus", documents, "NVLink")
-        draw_bars(axes, style, TWO_GPUS, ms, "distca", {"plain": "does not fit"})
+        draw_bars(axes, style, bars(style, TWO_GPUS, ms, "distca", "does not fit"), 0.03)
         axes.set_title(documents, fontsize=10.5, loc="left")
         axes.set_xlim(0, 1.85)
     figure.subplots_adjust(left=0.195, right=0.99, top=0.72, bottom=0.02, wspace=0.06)

@@ -1,6 +1,6 @@
 """Style: colours, and files in docs/pictures. Every picture is drawn twice, for light and for dark pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,3 +90,40 @@ def bare(axes: Axes) -> None:
     """Removes frame and marks from axes of bars."""
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
+
+
+def ruled(axes: Axes, style: Style) -> None:
+    """Leaves lines across, and a frame only at the left and the bottom."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=0)
+    axes.grid(axis="y", color=style.grid, lw=0.6)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar with its length as a number after it, and text on it; without a length, text in its place."""
+
+    text: str
+    length: float | None = None
+    mark: str = ""  # after the number
+    colour: str = ""
+    on_colour: str = ""  # of the text on it
+    is_ours: bool = False
+    alpha: float = 1.0
+
+
+def draw_bars(axes: Axes, style: Style, bars: Mapping[str, Bar], inset: float) -> None:
+    """Draws bars by their names, from top to bottom, over a line at 1. Numbers begin so far after the ends of bars."""
+    for place, bar in enumerate(bars.values()):
+        if bar.length is None:
+            axes.text(0.03, place, bar.text, va="center", fontsize=8.5, color=style.muted, style="italic")
+            continue
+        axes.barh(place, bar.length, 0.72, color=bar.colour, alpha=bar.alpha)
+        weight = "bold" if bar.is_ours else "normal"
+        axes.text(bar.length + inset, place, f"{bar.length:.2f}{bar.mark}", va="center", weight=weight)
+        axes.text(inset + 0.01, place, bar.text, va="center", fontsize=8.5, color=bar.on_colour)
+    axes.axvline(1, color=style.muted, lw=0.8, ls=(0, (4, 3)), zorder=0)
+    axes.set_yticks(range(len(bars)), [*bars], fontsize=9.5)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_xticks([])
+    bare(axes)

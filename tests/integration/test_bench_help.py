@@ -12,7 +12,6 @@ import torch
     ("program", "table"),
     [
         ("attention_step", "lib.modes"),
-        ("server_step", "lib.served"),
         ("model_step", "lib.whole_model"),
         ("training_run", "lib.training.run"),
         ("shared_prefixes", "shared_prefixes"),
@@ -32,17 +31,8 @@ def test_help_says_what_every_mode_is(
     _, _, shown = capsys.readouterr().out.partition("\nmodes:\n")
     named = [line.split()[0] for line in shown.splitlines() if line.startswith("  ") and line[2] != " "]
 
-    assert named == list(script(table).MODES)
-
-
-def test_a_mode_that_is_not_known_is_named(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["training_run.py", "--device", "cpu", "--modes", "distca,moving"])
-    with pytest.raises(SystemExit):
-        script("training_run").parse()
-
-    assert "mode 'moving' is none of distca, ulysses, packing, given" in capsys.readouterr().err
+    with_servers = script("lib.served").MODES if program == "attention_step" else ()
+    assert named == [*script(table).MODES, *with_servers]
 
 
 @pytest.mark.parametrize(
@@ -52,27 +42,26 @@ def test_a_mode_that_is_not_known_is_named(
             (f"attention_step --device cpu --documents {wrong}", f"--documents '{wrong}': write")
             for wrong in ("foo", "A;;B", "0", "9000000000x5", "A:0")
         ),
-        ("attention_step --rounds 0", "argument --rounds: '0' is not a whole number above 0"),
         ("attention_step --out missing/out.json", "argument --out: missing/out.json cannot be written"),
         ("attention_step --config missing.json", "argument --config: missing.json is not a file"),
         ("attention_step --cluster nope", "--cluster nope: choose one of h100, h200"),
+        (
+            "training_run --device cpu --modes distca,moving",
+            "mode 'moving' is none of distca, ulysses, packing, given",
+        ),
+        ("planning placed nope", "argument tables: no table is called nope; there are placed, fixed"),
         ("planning --ranks 0", "argument --ranks: '0' is not a whole number above 0"),
         ("planning --ranks 8 9999", "argument --ranks: 9999 is more than 8192"),
-        ("planning --seeds -1", "argument --seeds"),
         ("windows --ranks 8000 --tokens-per-rank 2000000000", "hold 16000000000000 together, more than"),
         ("predicted_steps --published -1", "argument --published: '-1' is not a whole number from 0 on"),
-        ("host_time --heads 2000000", "argument --heads: 2000000 is more than 1024"),
-        ("training_run --vocabulary 2000000000", "argument --vocabulary: 2000000000 is more than 10000000"),
         ("plan_estimates nope", "unrecognized arguments: nope"),
         ("pipeline_step --chunks 1,0", "argument --chunks: '0' is not a whole number above 0"),
-        ("pipeline_step --micro-batches 9999", "argument --micro-batches: 9999 is more than 1024"),
         ("training_run --learning-rate -1", "argument --learning-rate: '-1' is not a finite number from 0 on"),
         ("longest_context --minutes inf", "argument --minutes: 'inf' is not a finite number above 0"),
         ("host_time --device cpu --heads 3 --kv-heads 2", "--kv-heads 2 do not divide --heads 3"),
         ("host_time --kernel nope", "argument --kernel: invalid choice: 'nope'"),
         ("memory --mix nope", "argument --mix: mix 'nope' is none of"),
         ("attention_step --layers 2000000000", "argument --layers: 2000000000 is more than 1024"),
-        ("attention_step --profile /dev/null/x", "argument --profile: /dev/null/x cannot be a folder"),
     ],
 )
 def test_numbers_and_names_that_no_program_can_take_are_one_line(

@@ -106,45 +106,42 @@ def test_free_memory_of_a_container_counts(script: Callable[[str], ModuleType], 
 
 
 @pytest.mark.parametrize(
-    ("most_whole_tokens", "whole_ends", "confirmed_tokens"),
-    [(1 << 30, "", 640), (512, "GPU memory", 512), (0, "GPU memory", None), (0, "time", None)],
+    ("attended", "most", "ends", "found"),
+    [(64, 1 << 30, "GPU memory", 640), (0, 1 << 30, "GPU memory", 640), (0, 256, "", 256), (0, 1 << 30, "time", None)],
 )
-def test_whole_attention_confirms_the_longest(
+def test_search_reports_the_longest(
     script: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
-    most_whole_tokens: int,
-    whole_ends: str,
-    confirmed_tokens: int | None,
+    attended: int,
+    most: int,
+    ends: str,
+    found: int | None,
 ) -> None:
     attempts = script("lib.longest.launch")
 
     def run_attempt(command: list[str], *_: object) -> object:
-        attended, tokens = int(command[-1]), int(command[-3])
-        assert out.is_file() == ((attended, tokens) != (64, 256)), "figures are written after every attempt"
-        if tokens <= (700 if attended else most_whole_tokens):
+        tokens = int(command[-1])
+        assert out.is_file() == (tokens != 256), "figures are written after every attempt"
+        if tokens <= 700 and ends != "time":
             figures = {"peak_bytes": tokens, "step_seconds": 1.0, "tokens_per_second": 1.0, "utilisation": None}
-            return attempts.Attempt("trained", {**figures, "header": f"attended {attended}"}, "", 0, 1.0)
-        return attempts.Attempt("GPU memory" if attended else whole_ends, None, "", 0, 1.0)
+            return attempts.Attempt("trained", {**figures, "header": "a header"}, "", 0, 1.0)
+        return attempts.Attempt(ends, None, "", 0, 1.0)
 
     monkeypatch.setattr(attempts, "run_attempt", run_attempt)
     program, out = REPOSITORY / "scripts/benchmarks/longest_context.py", tmp_path / "out.json"
     words = ["--device", "cpu", "--ranks", "2", "--first-tokens", "256", "--resolution", "128", "--head", "none"]
-    monkeypatch.setattr(sys, "argv", [str(program), *words, "--attended-tokens", "64", "--out", str(out)])
-    refuted = confirmed_tokens is None and whole_ends == "GPU memory"
-    words = r"1,280 tokens on 2 ranks, 640 on each trained, but with whole attention memory was out for every length"
-    with pytest.raises(SystemExit, match=words) if refuted else nullcontext():
+    limits = ["--attended-tokens", str(attended), "--most-tokens", str(most), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [str(program), *words, *limits])
+    with nullcontext() if found else pytest.raises(SystemExit, match=r"nothing trained: --minutes 60\.0 ended"):
         runpy.run_path(str(program), run_name="__main__")
     printed, written = capsys.readouterr().out, json.loads(out.read_text())
 
-    assert ("ALST" in printed) == (confirmed_tokens is not None)
-    assert ("longest, unconfirmed: 1,280 tokens on 2 ranks, 640 on each" in printed) == (whole_ends == "time")
-    assert (f"longest: {2 * (confirmed_tokens or 0):,} tokens on 2 ranks" in printed) == (confirmed_tokens is not None)
-    assert written["confirmed_tokens_per_rank"] == confirmed_tokens
-    whole = [one["tokens_per_rank"] for one in written["attempts"] if not one["attended_tokens"]]
-    assert whole[0] == 640
-    assert len(whole) == len(set(whole))
+    assert ("ALST" in printed) == (found is not None and not attended)
+    told = f"longest{', unconfirmed' * bool(attended)}: {2 * (found or 0):,} tokens on 2 ranks, {found} on each"
+    assert (told in printed) == (found is not None)
+    assert written["longest_tokens_per_rank"] == found
 
 
 def test_an_attempt_trains_on_two_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from support.scripts import run_script, small_llama
 
 
-CHUNKED = hasattr(nn, "LinearCrossEntropyOptions")
 RANKS, ROUNDS, LONGEST = 2, 2, 256
 CONFIG = small_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=9, num_attention_heads=4)
 
@@ -21,7 +20,7 @@ CONFIG = small_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=9,
 def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(CONFIG))
-    model = ["--device", "cpu", "--config", str(config), "--layers", "2", "--head", "chunked" if CHUNKED else "none"]
+    model = ["--device", "cpu", "--config", str(config), "--layers", "2", "--head", "none"]
     documents = ["--documents", f"{LONGEST},4x64", "--rounds", str(ROUNDS), "--warmup", "1"]
     printed = run_script(RANKS, tmp_path, ["scripts/benchmarks/model_step.py", *model, *documents, "--out", out])
     modes = json.loads(out.read_text())["modes"]
@@ -45,29 +44,10 @@ def test_local_is_left_out_if_a_document_does_not_fit_a_rank(script: Callable[[s
     assert modes.fitting_modes([257, 64, 64, 64, 63], RANKS) == ["placed"]
 
 
-@pytest.mark.skipif(not CHUNKED, reason="this torch has no chunked linear_cross_entropy")
-def test_a_head_in_chunks_has_the_gradients_of_the_models_own(script: Callable[[str], ModuleType]) -> None:
-    tokens = torch.randint(0, CONFIG["vocab_size"], (1, 96), generator=torch.Generator().manual_seed(0))
-    batch = {
-        "input_ids": tokens,
-        "position_ids": torch.arange(96)[None],
-        "labels": tokens,
-        "shift_labels": tokens.roll(-1).masked_fill(torch.arange(96) % 32 == 31, -100),
-        "num_items_in_batch": 40.5,
-    }
-    gradients = []
-    for head in ("none", "chunked"):
-        model = _small_model(script)
-        script("lib.whole_model").use_head(model, head)
-        model(**batch).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(gradients[1], gradients[0])
-
-
 def test_a_head_with_another_loss_is_refused(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = script("lib.whole_model")
+    heads = script("lib.heads")
 
     def use_mean(causal_lm: PreTrainedModel) -> None:
         own = causal_lm.loss_function

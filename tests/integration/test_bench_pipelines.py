@@ -32,9 +32,6 @@ def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
         assert float(heaviest) >= 1
         assert float(against) == pytest.approx(float(measured) / as_packed_ms[schedule], rel=0.05)
     assert re.findall(r"^(1F1B|interleaved, 2 chunks): parts alone", printed, re.MULTILINE) == [rows[2][0], rows[5][0]]
-    ratios = re.findall(r"as packed ÷ without transfers between data ranks ([\d.]+)$", printed, re.MULTILINE)
-    assert len(ratios) == 2
-    assert all(float(ratio) > 0 for ratio in ratios)
     assert "no enabled model ran on them" not in printed  # all micro-batches of a step are taken at once
     assert not (tmp_path / "pipeline_step_output").exists()
 

@@ -56,26 +56,23 @@ def documents_of(prefixes: ModuleType, workload: str, **changes: int) -> Any:
 
 
 def test_documents_are_those_of_trainers(script: Callable[[str], ModuleType]) -> None:
-    prefixes = script("shared_prefixes")
+    prefixes = script("lib.prefix_documents")
 
     [[first, second], [others, _]] = documents_of(prefixes, "trees", branches=5)
     trajectories = [*first, *second]
     assert [len(first), len(second)] == [2, 3]
-    prompt = trajectories[0][0][:300]
-    assert (others[0][0][:300] != prompt).any()  # of another task
-    for at, (tokens, borders) in enumerate(trajectories):
+    prompt = trajectories[0][:300]
+    assert (others[0][:300] != prompt).any()  # of another task
+    least, most = (SIZES["turns"] * (SIZES["turn_tokens"] + SIZES["tool_tokens"]) * half // 2 for half in (1, 3))
+    for tokens in trajectories:
         assert (tokens[:300] == prompt).all()
-        assert borders[0] == 300
-        assert len(borders) == 2 * SIZES["turns"]  # parts but the last one end at a border
-        whole_turns = {0, *borders[::2]}
-        branches = [
-            next((n for n in range(len(tokens)) if n >= len(of) or tokens[n] != of[n]), 0)
-            for of, _ in trajectories[:at]
-        ]
-        assert all(any(abs(n - border) <= 2 for border in whole_turns) for n in branches)
+        assert least <= len(tokens) - 300 <= most
+    common, _ = prefixes.equal_beginnings(trajectories)
+    assert all(tokens >= 300 for tokens in sorted(common)[1:])
+    assert max(common) > 302  # one branched off after a turn of another
 
     micro_batches = documents_of(prefixes, "grpo")
-    prompts = [[{tuple(tokens[:300]) for tokens, _ in of_rank} for of_rank in micro] for micro in micro_batches]
+    prompts = [[{tuple(tokens[:300]) for tokens in of_rank} for of_rank in micro] for micro in micro_batches]
     assert len(prompts) == OF_GROUPS["micro_batches"]
     of_ranks = [set.union(*(micro[rank] for micro in prompts)) for rank in range(RANKS)]
     assert [len(of_rank) for of_rank in of_ranks] == [2, 2]  # 8 consecutive rows, 4 of each prompt
@@ -84,13 +81,13 @@ def test_documents_are_those_of_trainers(script: Callable[[str], ModuleType]) ->
 
     [pairs] = documents_of(prefixes, "dpo")
     for of_rank in pairs:
-        heads = [tuple(tokens[:300]) for tokens, _ in of_rank]
+        heads = [tuple(tokens[:300]) for tokens in of_rank]
         assert heads[: len(heads) // 2] == heads[len(heads) // 2 :]
         assert len({*heads}) == len(heads) // 2
 
 
 def test_a_trie_counts_equal_beginnings_once(script: Callable[[str], ModuleType]) -> None:
-    beginnings = script("shared_prefixes").equal_beginnings
+    beginnings = script("lib.prefix_documents").equal_beginnings
     documents = [np.array(of) for of in ([1, 2, 3], [1, 2], [1, 300, 3], [2, 2, 3], [1, 2, 3, 4], [1, 2, 3])]
 
     common, lengths = beginnings(documents)

@@ -12,24 +12,14 @@ from support.commands import REPOSITORY
 from support.scripts import run_script
 
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 MODES = ("ideal", "served", "alone")
 
 
 def measure(folder: Path, trainers: int, documents: str, *more: str) -> tuple[str, dict[str, Any]]:
     """What trainers beside one server print, and their figures."""
-    config, out = folder / "config.json", folder / "out.json"
-    config.write_text(json.dumps(CONFIG))
-    options = ["--device", "cpu", "--config", config, "--documents", documents, "--rounds", "1", "--warmup", "0"]
-    command = ["scripts/benchmarks/server_step.py", *options, *more, "--out", out]
+    out, model = folder / "out.json", ["--device", "cpu", "--preset", "tiny", "--layers", "2"]
+    options = [*model, "--documents", documents, "--rounds", "1", "--warmup", "0"]
+    command = ["scripts/benchmarks/attention_step.py", *options, *more, "--out", out]
     printed = run_script(trainers, folder, command, servers=1)
     return printed, json.loads(out.read_text())
 
@@ -48,9 +38,10 @@ def test_a_step_is_timed_beside_a_server_and_without(
     assert set(facts["errors"]) == set(modes) == set(MODES)
     assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
     assert modes["served"]["loss"] == pytest.approx(modes["alone"]["loss"], rel=1e-5)
-    assert modes["ideal"]["sent_bytes"] == 0
-    assert modes["served"]["sent_bytes"] > 0
-    assert (modes["alone"]["sent_bytes"] > 0) == (trainers > 1)
+    assert modes["ideal"]["exchanged_bytes"] == 0
+    assert modes["served"]["exchanged_bytes"] > 0
+    assert (modes["alone"]["exchanged_bytes"] > 0) == (trainers > 1)
+    assert re.search(r"^alone ÷ served \d\.\d{3}; parts of attention", printed, re.MULTILINE)
     found = re.search(r"those of servers last: ([\d., ]+); speeds", facts["plan"])
     assert found is not None
     assert [float(part) for part in found[1].split(", ")] == pytest.approx(
@@ -60,7 +51,7 @@ def test_a_step_is_timed_beside_a_server_and_without(
 
 def test_servers_have_to_be_launched(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no attention server was launched"):
-        run_script(2, tmp_path, ["scripts/benchmarks/server_step.py", "--device", "cpu", "--documents", "64"])
+        run_script(2, tmp_path, ["scripts/benchmarks/attention_step.py", "--device", "cpu", "--modes", "served"])
 
 
 def test_trainers_share_the_rows_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,22 +30,11 @@ CONFIG = small_llama(
 def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path) -> None:
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(CONFIG))
-    words = ["scripts/benchmarks/training_run.py", "--device", "cpu", "--config", config, "--out", out]
-    sizes = [
-        "--tokens-per-rank",
-        TOKENS_PER_RANK,
-        "--steps",
-        STEPS,
-        "--warmup",
-        1,
-        "--learning-rate",
-        "1e-2",
-        "--rising-steps",
-        2,
-    ]
-    modes = ["--modes", "distca,ulysses,given", "--most-difference", "0"]
+    model = f"--device cpu --config {config} --tokens-per-rank {TOKENS_PER_RANK} --out {out}"
+    steps = f"--steps {STEPS} --warmup 1 --learning-rate 1e-2 --rising-steps 2"
+    modes = "--modes distca,ulysses,given --most-difference 0"
     with pytest.raises(AssertionError, match=r"losses differ from those of distca by more than 0\.0"):
-        run_script(RANKS, tmp_path, [str(word) for word in (*words, *sizes, *modes)])
+        run_script(RANKS, tmp_path, f"scripts/benchmarks/training_run.py {model} {steps} {modes}".split())
     figures = json.loads(out.read_text())
     runs = figures["runs"]
 
@@ -128,19 +117,9 @@ def test_sft_run_has_the_losses_of_trl_alone(tmp_path: Path) -> None:
     config, out, lengths = tmp_path / "config.json", tmp_path / "out.json", tmp_path / "lengths.json"
     config.write_text(json.dumps(CONFIG))
     lengths.write_text(json.dumps([7, 61, 33, 5, 190, 48]))
-    words = [
-        "scripts/benchmarks/sft_run.py",
-        "--device",
-        "cpu",
-        "--config",
-        config,
-        "--out",
-        out,
-        "--lengths",
-        lengths,
-    ]
-    settings = ["--modes", "padded,attached-padded", "--batch-size", 2, "--longest", 64, "--steps", 3, "--warmup", 1]
-    run_script(RANKS, tmp_path, [str(word) for word in (*words, *settings)])
+    model = f"--device cpu --config {config} --lengths {lengths} --out {out}"
+    settings = "--modes padded,attached-padded --batch-size 2 --longest 64 --steps 3 --warmup 1"
+    run_script(RANKS, tmp_path, f"scripts/benchmarks/sft_run.py {model} {settings}".split())
     padded, attached = json.loads(out.read_text())["runs"]
 
     assert attached["losses"] == pytest.approx(padded["losses"], abs=1e-4)

@@ -35,7 +35,7 @@ def test_no_option_takes_any_whole_number() -> None:
         ("models/sweep --out missing/page.md", "argument --out: missing/page.md cannot be written"),
         ("models/divided --only nope", "--only: not in the mappings of Transformers: nope"),
         ("models/families --out missing/page.md", "argument --out: missing/page.md cannot be written"),
-        ("models/upstream_tests --transformers . --compare missing.json", "missing.json holds no outcomes"),
+        ("models/upstream_tests --transformers . --page missing/page.md", "missing/page.md cannot be written"),
         ("../examples/pipeline --steps 0", "argument --steps: '0' is not a whole number above 0"),
         ("../examples/pipeline --stages -2", "argument --stages: '-2' is not a whole number above 0"),
         ("pictures/draw_report --browser nope", "--browser nope: there is no such program"),

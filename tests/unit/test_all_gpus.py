@@ -60,7 +60,7 @@ def test_one_gpu_serves_the_others(tmp_path: Path, documents: ModuleType, gpus: 
     timed, lost = lines_of(tmp_path, gpus, "servers", "lost")
     started = f"torchrun --standalone --nproc-per-node {gpus} -m distca_hf.run --attention-servers 1 "
 
-    assert timed.startswith(f"{started}scripts/benchmarks/server_step.py")
+    assert timed.startswith(f"{started}scripts/benchmarks/attention_step.py")
     for text in documents_of(timed):
         lengths = documents.parse_documents(text)
         assert sum(lengths) == 65_536 * (gpus - 1)

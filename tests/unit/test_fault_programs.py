@@ -17,7 +17,6 @@ from support.resuming import resumes_on_cpu_ranks
             ["--ranks", "2", "--kinds", "raises", "--where", "forward", "--batches", "placed"],
             "1 of 1 were noticed and named",
         ),
-        ("random_batches", ["--ranks", "2", "--draws", "1"], "1 of 1 draws have the losses and gradients"),
         pytest.param(
             "signal_places",
             ["--places", "forward", "--batches", "placed", "--signals", "SIGTERM", "--workers", "0"],

@@ -14,18 +14,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.integrations.models.decoder_layers import head_groups_of, token_bytes_of
-from distca_hf.kernels.interface import Spans
 from distca_hf.testing import attend_documents
 from lib.baselines.operators import MadeUpKeys, Work
-from lib.documents import numbered_tokens
+from lib.documents import Documents, numbered_tokens
 from lib.model import AttentionKind
-from lib.modes import Mode, Place, StepTokens, build_mode
-from lib.rounds import equal_losses
+from lib.modes import build_mode
+from lib.place import Mode, Place
+from lib.report import equal_losses
 from lib.trainer_batches import Batch
 
 
 NAMES = ("output", "dq", "dk", "dv")
-Build = Callable[[str, Place, StepTokens], Mode]
+Build = Callable[[str, Place, Documents], Mode]
 LARGEST_DIFFERENCE = 1e-5  # of fp32, relative to the largest number
 
 
@@ -43,7 +43,7 @@ def check_modes(
     for kind in place.shape.kinds:
         whole = _random_tensors(sum(lengths), kind, place)
         exact, rounded = (_attend_exactly(whole, lengths, kind, dtype) for dtype in (torch.float32, place.dtype))
-        modes = [build(name, place, [numbered_tokens(lengths)]) for name in names]
+        modes = [build(name, place, numbered_tokens(lengths)) for name in names]
         of_kinds.append([_errors(mode, place, kind, whole, exact, rounded) for mode in modes])
     # A maximum may leave out NaN.
     errors = torch.tensor(of_kinds, device=place.device).nan_to_num(nan=torch.inf).amax(0)
@@ -148,33 +148,22 @@ def _attend_made_up(
     leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     outputs = []
     for call in work.calls:
+        queries = leaves[0][call.queries]
         if isinstance(call.keys, MadeUpKeys):
+            places = call.keys.places
             keys, values = (
-                taken.to(dtype).index_copy(0, call.keys.places, x[call.keys.rows])
+                taken.to(dtype).index_copy(0, places, x[call.keys.rows])
                 for taken, x in zip(call.keys.take(k.detach(), v.detach()), leaves[1:], strict=True)
             )
+            # Tasks attend as the last queries of documents whose other queries do not matter.
+            queries = queries.new_zeros(len(keys), *queries.shape[1:]).index_copy(0, places, queries)
         else:
+            places = torch.arange(len(queries), device=q.device)
             keys, values = call.keys.take(leaves[1], leaves[2])
-        outputs.append(_attend_tasks(leaves[0][call.queries], keys, values, call.spans, kind))
+        lengths = [stop - start for start, stop in pairwise(call.spans.keys)]
+        outputs.append(
+            attend_documents(queries, keys, values, lengths, kind.scale, kind.window_tokens or None)[places]
+        )
     rest = leaves[0].new_zeros(len(q) - work.rows, *outputs[0].shape[1:])
     out = torch.cat([*outputs, rest])
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
-
-
-def _attend_tasks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, kind: AttentionKind
-) -> torch.Tensor:
-    """Returns the causal attention of tasks, aligned bottom-right."""
-    shared = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-    outputs = []
-    for borders in zip(pairwise(spans.queries), pairwise(spans.keys), strict=True):
-        own, seen = (slice(*border) for border in borders)
-        scores = torch.einsum("tnh,snh->nts", q[own], k[seen]) * kind.scale
-        own_place = scores.shape[2] - scores.shape[1]  # of the first query
-        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(own_place)
-        if kind.window_tokens:
-            visible = visible.triu(own_place + 1 - kind.window_tokens)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-        outputs.append(torch.einsum("nts,snv->tnv", weights, v[seen]))
-    return torch.cat(outputs)

@@ -21,6 +21,7 @@ COMPARED_TOKENS = 1024
 # Most documents of one length.
 MOST_DOCUMENTS = 1_000_000
 
+Documents = Sequence[IntArray]  # int64 `[tokens]` of each
 Segment = tuple[int, int, int]
 Holding = list[list[Segment]]
 
@@ -84,10 +85,10 @@ def smaller_lengths(lengths: Sequence[int], num_ranks: int) -> list[int]:
     return [tokens // factor for tokens in lengths]
 
 
-def random_tokens(lengths: Sequence[int], micro_steps: int, vocabulary: int) -> list[list[IntArray]]:
-    """Returns `[micro-steps][documents]` of int64 `[tokens]`: random tokens of a vocabulary, the same on all ranks."""
+def random_tokens(lengths: Sequence[int], vocabulary: int) -> Documents:
+    """Returns documents of random tokens of a vocabulary, the same on all ranks."""
     random = np.random.RandomState(0)
-    return [[random.randint(0, vocabulary, tokens).astype(np.int64) for tokens in lengths] for _ in range(micro_steps)]
+    return [random.randint(0, vocabulary, tokens).astype(np.int64) for tokens in lengths]
 
 
 def numbered_tokens(lengths: Sequence[int]) -> list[IntArray]:
@@ -170,7 +171,7 @@ def share_of(segments: Sequence[Segment], rank: int, num_ranks: int) -> list[Seg
     return share
 
 
-def batch_of(segments: Sequence[Segment], tokens: Sequence[IntArray], device: torch.device) -> dict[str, torch.Tensor]:
+def batch_of(segments: Sequence[Segment], tokens: Documents, device: torch.device) -> dict[str, torch.Tensor]:
     """Returns `input_ids` and `position_ids`, int64 `[1, rows]`, of one rank's segments."""
     ids = np.concatenate([tokens[document][start:stop] for document, start, stop in segments])
     positions = np.concatenate([np.arange(start, stop) for _, start, stop in segments])

@@ -39,7 +39,7 @@ def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torc
         f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers",
         _name(options.dtype),
         f"documents {spelled_out(options.documents)}",
-        f"{tokens} tokens per rank and step" + f" in {options.accumulation} micro-steps" * (options.accumulation > 1),
+        f"{tokens} tokens per rank and step",
         f"checkpointing {options.checkpointing}, {reduced}"
         + "".join(words for words, size in divided.items() if size > 1)
         + ", liger" * options.liger,

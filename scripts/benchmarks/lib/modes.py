@@ -1,133 +1,56 @@
 """Modes of a benchmark step: the same documents and weights, held and attended in different ways (`MODES`)."""
 
-import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from datasets import Dataset
 
-import distca_hf
 from distca_hf.arrays import IntArray
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import GivenPlans
-from distca_hf.config import KernelName
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.document_rows import DocumentRows
-from distca_hf.integrations.models.hooks import BackboneCalls
 from distca_hf.integrations.models.mixer_calls import KEYWORD
-from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of
+from distca_hf.integrations.models.mixers import halo_tokens_for
 from distca_hf.integrations.models.planner import planner_for
-from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.operators import Call, ChosenKeys, MadeUpKeys, Work, make_call, whole_call
 from lib.baselines.peers import MagiWork, RingmasterWork
 from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
-from lib.documents import Holding, Segment, batch_of, evenly_spread, gathered_rows, share_of, whole_documents, zigzag
-from lib.model import LossModel, Shape, prepare
+from lib.documents import (
+    Documents,
+    Holding,
+    Segment,
+    batch_of,
+    evenly_spread,
+    gathered_rows,
+    share_of,
+    whole_documents,
+    zigzag,
+)
+from lib.place import Mode, Place, without
 from lib.states import passed_by_package, rows_on_one_device
-from lib.trainer_batches import AsOfTrainer, Batch, Batches
-from lib.wires import WiredPlugin, Wires
+from lib.trainer_batches import AsOfTrainer, Batch
 
 
 # Methods of a forward pass in which ranks agree.
 AGREEMENTS = ("agree_to_attend", "_agree_to_differentiate")
-StepTokens = Sequence[Sequence[IntArray]]  # tokens of the documents of each micro-step
 
 
-@dataclass(frozen=True)
-class Place:
-    """What all modes are built with: this rank's wires and device, the kernel, and the model."""
-
-    wires: Wires  # transports and exchanges that all modes share
-    device: torch.device
-    kernel: KernelName  # its name, as in settings
-    dtype: torch.dtype  # dtype of attention
-    model: LossModel  # model that runs, and for which plans are made
-    shape: Shape  # work of the model
-    # The program's option. It holds for all modes alike (`lib/model.py`), but only the product offloads.
-    checkpointing: str = "none"
-    # Number of ranks among which `ideal` divides the work in a single process; 0 for the ranks that there are.
-    share_of: int = 0
-    servers: int = 0  # ranks without tokens, over which `ideal` spreads attention, too
-    shares: Sequence[int] = ()  # tokens of the ranks in packs, in proportion; none if they are equal
-    plugins: Callable[..., WiredPlugin] = WiredPlugin  # makes the product's plugin
-
-    @classmethod
-    def open(
-        cls, model: LossModel, shape: Shape, options: argparse.Namespace, device: torch.device, **more: Any
-    ) -> Self:
-        """Opens wires for a model, as the options of a program ask for. A collective call."""
-        plugin = distca_hf.DistCAPlugin()
-        follow_mesh(model, plugin)
-        wires = Wires(plugin.transport(device), device)
-        return cls(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing, **more)
-
-    def enable(self, plugin: WiredPlugin, longest_tokens: int, options: argparse.Namespace) -> None:
-        """Enables the model for documents of so many tokens, then checkpoints and shards it."""
-        distca_hf.enable(self.model, plugin, longest_tokens)
-        prepare(self.model, options, self.device)
-
-    def plugin(self, tokens_per_rank: int, **settings: Any) -> WiredPlugin:
-        """Returns the product for ranks of so many tokens, with these settings, and others from the environment
-        (`DISTCA_<FIELD>`)."""
-        checkpointed = {"full": "recompute", "offloaded": "offload"}.get(self.checkpointing, "save")
-        settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed} | settings
-        return self.plugins(self.wires, tokens_per_rank=tokens_per_rank, **settings)
-
-    def work(self, calls: Iterable[Call]) -> Work:
-        """Returns kernel calls of a micro-batch of this rank as work that operators find."""
-        return Work(list(calls), self.wires, self.kernel)
-
-    @cached_property
-    def carries_state(self) -> bool:
-        """Returns whether layers of the model carry a state: only the product lets it travel between ranks."""
-        return bool(mixers_of(transformers_model(self.model)))
-
-
-@contextmanager
-def without(owner: type, *names: str) -> Iterator[None]:
-    """Replaces methods of a class of the product while the context is open: they only return None."""
-    with mock.patch.multiple(owner, **{name: mock.Mock(return_value=None) for name in names}):
-        yield
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One way to run a step."""
-
-    name: str  # its name in `MODES`
-    implementation: str  # name of the attention function
-    batches: Batches  # batches of a step, one for each micro-step
-    watched: bool = False  # the model is called with the product's hooks around it
-    exchanges: bool = False  # whether attention sends anything, on several ranks
-    exact: bool = True  # outputs are of attention on the documents; false only for `ideal`
-    # Contexts in which this mode runs: made-up keys, or changes to the product.
-    meanwhile: Sequence[Callable[[], AbstractContextManager[object]]] = ()
-    planner: MagiWork | None = None  # MagiAttention's planner, which plans before steps
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Makes the parts that only this mode's steps need, and lets go of them: other modes need the memory."""
-        with ExitStack() as parts:
-            for part in self.meanwhile:
-                parts.enter_context(part())
-            yield
-
-
-def _local(place: Place, step: StepTokens) -> Mode:
-    holding = whole_documents(_lengths(step), place.wires.world_size, place.shares)
+def _local(place: Place, documents: Documents) -> Mode:
+    holding = whole_documents(_lengths(documents), place.wires.world_size, place.shares)
     segments = holding[place.wires.rank]
-    work = place.work([whole_call([stop for _, _, stop in segments], place.device)])
-    return Mode("local", "bench_whole", [{**_pack(place, segments, tokens), "bench_work": work} for tokens in step])
+    work = place.whole_work([stop for _, _, stop in segments])
+    return Mode("local", "bench_whole", [{**_pack(place, segments, documents), "bench_work": work}])
 
 
 def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray]) -> Batch:
@@ -144,11 +67,11 @@ def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray])
     return batch
 
 
-def _ideal(place: Place, step: StepTokens) -> Mode:
+def _ideal(place: Place, documents: Documents) -> Mode:
     """Spreads the work evenly, with `MadeUpKeys` for keys of other ranks. With attention servers each trainer has the
     share of one of all ranks; attention of its other rows is zero."""
     rank, num_ranks = place.wires.rank, place.share_of or place.wires.world_size
-    holdings = evenly_spread(_lengths(step), num_ranks + place.servers)
+    holdings = evenly_spread(_lengths(documents), num_ranks + place.servers)
     whole, parts = (holding[rank] for holding in holdings)
     served = share_of([*chain(*(chain(*holding[num_ranks:]) for holding in holdings))], rank, num_ranks)
     calls: list[Call] = []
@@ -161,9 +84,8 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
         local_rows = torch.arange(first, first + sum(queries), device=place.device)
         made_up.append(_made_up(place, queries, keys, local_rows))
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
-    work = place.work(calls)
-    batches = [{**_pack(place, [*whole, *parts, *served], tokens), "bench_work": work} for tokens in step]
-    return Mode("ideal", "bench_whole", batches, exact=False, meanwhile=[keys.made for keys in made_up])
+    batch = {**_pack(place, [*whole, *parts, *served], documents), "bench_work": place.work(*calls)}
+    return Mode("ideal", "bench_whole", [batch], exact=False, meanwhile=[keys.made for keys in made_up])
 
 
 def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_rows: torch.Tensor) -> MadeUpKeys:
@@ -174,25 +96,24 @@ def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_ro
     return MadeUpKeys(sum(keys), widths, place.dtype, places, local_rows)
 
 
-def _ulysses(place: Place, step: StepTokens) -> Mode:
+def _ulysses(place: Place, documents: Documents) -> Mode:
     _check_may_cut(place, "ulysses")
-    lengths = _lengths(step)
-    work = place.work([whole_call(lengths, place.device)])
-    batches = _batches(place, _in_order(lengths, place.wires.world_size), step, work)
-    return Mode("ulysses", "bench_heads", batches, exchanges=True)
+    lengths = _lengths(documents)
+    batches = _batches(place, _in_order(lengths, place.wires.world_size), documents, place.whole_work(lengths))
+    return Mode("ulysses", "bench_heads", batches)
 
 
-def _ringmaster(place: Place, step: StepTokens) -> Mode:
-    lengths = _lengths(step)
-    work, held = place.work([whole_call(lengths, place.device)]), _in_order(lengths, place.wires.world_size)
-    batches = [{**batch, KEYWORD: None} for batch in _batches(place, held, step, work)]
+def _ringmaster(place: Place, documents: Documents) -> Mode:
+    lengths = _lengths(documents)
+    held = _in_order(lengths, place.wires.world_size)
+    batches = [{**batch, KEYWORD: None} for batch in _batches(place, held, documents, place.whole_work(lengths))]
     passed = partial(passed_by_package, place.model, lengths, place.device)
-    return Mode("ringmaster", "bench_heads", batches, exchanges=True, meanwhile=[passed])
+    return Mode("ringmaster", "bench_heads", batches, meanwhile=[passed])
 
 
-def _context(place: Place, step: StepTokens) -> Mode:
+def _context(place: Place, documents: Documents) -> Mode:
     _check_may_cut(place, "context")
-    lengths, num_ranks = _lengths(step), place.wires.world_size
+    lengths, num_ranks = _lengths(documents), place.wires.world_size
     holding = zigzag(range(len(lengths)), lengths, num_ranks)
     gathered = gathered_rows(holding, lengths)
     segments = holding[place.wires.rank]
@@ -202,70 +123,66 @@ def _context(place: Place, step: StepTokens) -> Mode:
         rows = torch.from_numpy(np.concatenate([gathered[document][:stop] for document, _, stop in chunks]))
         calls.append(make_call(row, queries, keys, ChosenKeys(rows.to(place.device)), place.device))
         row += sum(queries)
-    return Mode("context", "bench_gathered", _batches(place, holding, step, place.work(calls)), exchanges=True)
+    return Mode("context", "bench_gathered", _batches(place, holding, documents, place.work(*calls)))
 
 
 def _of_package(
-    name: str, make: Callable[..., RingWork], place: Place, step: StepTokens, chunked: bool = False, wired: bool = True
+    name: str, make: Callable[..., RingWork], place: Place, documents: Documents, chunked: bool = False
 ) -> Mode:
     """Returns a mode whose ranks have consecutive tokens, or two chunks of every document. `make` returns attention
-    from wires, kernel, lengths and device. If `wired`, exchanges are counted, and silent when asked."""
+    from wires, kernel, lengths and device."""
     _check_may_cut(place, name)
-    lengths, num_ranks = _lengths(step), place.wires.world_size
+    lengths, num_ranks = _lengths(documents), place.wires.world_size
     if chunked:
         holding = [sorted(held) for held in zigzag(range(len(lengths)), lengths, num_ranks)]
     else:
         holding = _in_order(lengths, num_ranks)
     work = make(place.wires, place.kernel, lengths, place.device)
-    return Mode(name, "bench_package", _batches(place, holding, step, work), exchanges=wired)
+    return Mode(name, "bench_package", _batches(place, holding, documents, work))
 
 
-def _ringmaster_dense(way: str, place: Place, step: StepTokens) -> Mode:
+def _ringmaster_dense(way: str, place: Place, documents: Documents) -> Mode:
     make = partial(RingmasterWork, way, place.shape.layers[place.shape.only_kind][0])
-    return _of_package(f"ringmaster-{way}", make, place, step, wired=False)
+    return _of_package(f"ringmaster-{way}", make, place, documents)
 
 
-def _magi(place: Place, step: StepTokens, setting: str) -> Mode:
+def _magi(place: Place, documents: Documents, setting: str) -> Mode:
     _check_may_cut(place, "magi")
-    work = MagiWork(setting, place.shape, place.wires, _lengths(step), place.device)
-    batches = [{**work.batch(tokens), "bench_work": work} for tokens in step]
+    work = MagiWork(setting, place.shape, place.wires, _lengths(documents), place.device)
+    batches = [{**work.batch(documents), "bench_work": work}]
     return Mode(f"magi@{setting}", "bench_package", batches, meanwhile=[work.planned], planner=work)
 
 
-def _placed(place: Place, step: StepTokens) -> Mode:
-    from datasets import Dataset  # programs with other modes run without the package
-
-    tokens_per_rank = sum(_lengths(step)) // place.wires.world_size
-    documents = [tokens.astype(np.int32) for tokens in chain.from_iterable(step)]
+def _placed(place: Place, documents: Documents) -> Mode:
+    tokens_per_rank = sum(_lengths(documents)) // place.wires.world_size
     plugin = place.plugin(tokens_per_rank)
     follow_mesh(place.model, plugin)
     loader = PlacedLoader(  # as plugin.dataloader makes it, for tokens that may be numbers beyond the vocabulary
-        Dataset.from_dict({"input_ids": documents}),
+        Dataset.from_dict({"input_ids": [tokens.astype(np.int32) for tokens in documents]}),
         planner_for(place.model, plugin, plugin.annex.extra_ranks),
         plugin.training_transport(place.device),
         place.device,
         shuffle=False,
-        micro_steps=len(step),
     )
     batches = [{name: batch[name] for name in ("input_ids", "position_ids", "distca_plan")} for batch in loader]
     tokens = [batch["input_ids"].shape[1] for batch in batches]
-    if sum(tokens) != tokens_per_rank * len(step):
-        raise SystemExit(f"placed: rank {place.wires.rank} holds {tokens} tokens, not {tokens_per_rank} of each step")
-    return Mode("placed", "distca", batches, watched=True, exchanges=True)
+    if tokens != [tokens_per_rank]:
+        raise SystemExit(f"placed: rank {place.wires.rank} holds {tokens} tokens, not {tokens_per_rank}")
+    return Mode.of_product("placed", batches)
 
 
-def _unchecked(place: Place, step: StepTokens) -> Mode:
-    return replace(_placed(place, step), name="unchecked", meanwhile=[partial(without, ForwardPass, *AGREEMENTS)])
+def _unchecked(place: Place, documents: Documents) -> Mode:
+    return _placed(place, documents).renamed("unchecked", partial(without, ForwardPass, *AGREEMENTS))
 
 
-def _given(place: Place, step: StepTokens) -> Mode:
+def _given(place: Place, documents: Documents) -> Mode:
     names = ("input_ids", "position_ids")
-    batches = [{name: batch[name] for name in names} for batch in _local(place, step).batches]
-    return Mode("given", "distca", AsOfTrainer(place.model, [batches]), watched=True, exchanges=True)
+    batches = [{name: batch[name] for name in names} for batch in _local(place, documents).batches]
+    return Mode.of_product("given", AsOfTrainer(place.model, [batches]))
 
 
-def _moved(place: Place, step: StepTokens) -> Mode:
-    return replace(_given(place, step), name="moved", meanwhile=[tasks_move])
+def _moved(place: Place, documents: Documents) -> Mode:
+    return _given(place, documents).renamed("moved", tasks_move)
 
 
 @contextmanager
@@ -280,7 +197,7 @@ def tasks_move() -> Iterator[None]:
 class Kind(NamedTuple):
     """A kind of mode: how it is built for the documents of a step, and what `--help` says."""
 
-    build: Callable[..., Mode]  # from `Place`, `StepTokens` and a setting if it has any
+    build: Callable[..., Mode]  # from `Place`, `Documents` and a setting if it has any
     words: str
 
 
@@ -357,24 +274,15 @@ def _check_may_cut(place: Place, name: str) -> None:
         raise SystemExit(f"{name} cuts documents, and layers of the model carry a state: leave this mode out")
 
 
-def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
-    """Returns the mode of a name for the documents of an optimizer step; exits if they cannot be held in this way. A
-    collective call.
-
-    Args:
-        name: one of `MODES`, with @ and a setting if it has any.
-        step: `[micro-steps][documents]` of int64 `[tokens]`; all micro-steps have equal lengths.
-    """
+def build_mode(name: str, place: Place, documents: Documents) -> Mode:
+    """Returns the mode of a name for a step on these documents; exits if they cannot be held in this way. A collective
+    call. The name is one of `MODES`, with @ and a setting if it has any."""
     kind, _, setting = name.partition("@")
-    mode = MODES[kind].build(place, step, *setting.split())
-    if mode.watched:
-        return mode
-    return replace(mode, meanwhile=[*mode.meanwhile, partial(without, BackboneCalls, "_open")])
+    return MODES[kind].build(place, documents, *setting.split())
 
 
-def _lengths(step: StepTokens) -> list[int]:
-    """Returns the lengths of a micro-step's documents; all micro-steps have the same ones."""
-    return [len(tokens) for tokens in step[0]]
+def _lengths(documents: Documents) -> list[int]:
+    return [len(tokens) for tokens in documents]
 
 
 def _in_order(lengths: Sequence[int], num_ranks: int) -> Holding:
@@ -383,6 +291,6 @@ def _in_order(lengths: Sequence[int], num_ranks: int) -> Holding:
     return [layout.held_by(rank) for rank in range(num_ranks)]
 
 
-def _batches(place: Place, holding: Holding, step: StepTokens, work: Work | RingWork) -> list[Batch]:
+def _batches(place: Place, holding: Holding, documents: Documents, work: Work | RingWork) -> list[Batch]:
     segments = holding[place.wires.rank]
-    return [{**batch_of(segments, tokens, place.device), "bench_work": work} for tokens in step]
+    return [{**batch_of(segments, documents, place.device), "bench_work": work}]

@@ -44,7 +44,7 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
     parser.add_argument(
         "--documents",
         default="A",
-        help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}, for {GPUS} GPUs, or A:8 for 8; "
+        help=f"of a step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}, for {GPUS} GPUs, or A:8 for 8; "
         "several sets with ; between them, measured one after the other: figures of the second go to OUT.1.json",
     )
     parser.add_argument("--modes", help="comma-separated, see below; by default those that fit the other options")
@@ -60,7 +60,7 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
     add_kernel(parser)
     parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
     add_out(parser)
-    parser.set_defaults(accumulation=1, ep_size=1, tp_size=1, dp_replicate_size=1, offload=False)
+    parser.set_defaults(ep_size=1, tp_size=1, dp_replicate_size=1, offload=False)
     return parser
 
 

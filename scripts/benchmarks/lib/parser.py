@@ -116,15 +116,6 @@ def file_to_write(text: str) -> Path:
     return Path(text)
 
 
-def folder_to_write(text: str) -> Path:
-    """Returns the path of a folder that is there or can be made, as `type` of an option."""
-    path = Path(text).absolute()
-    there = next(part for part in (path, *path.parents) if part.exists())
-    if not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be a folder: {there} is a file")
-    return Path(text)
-
-
 def lengths_file(text: str) -> Path:
     """Returns the path of a file of lengths that can be read, or the name of a shipped one, as `type` of an option."""
     _try(read_lengths, Path(text))
@@ -181,17 +172,6 @@ def parse_plans(parser: argparse.ArgumentParser) -> argparse.Namespace:
     num_ranks, tokens = max(options.ranks), max(options.ranks) * options.tokens_per_rank
     if tokens > MOST:
         parser.error(f"{num_ranks} ranks of {options.tokens_per_rank} tokens hold {tokens} together, more than {MOST}")
-    return options
-
-
-def parse_tables(parser: argparse.ArgumentParser, known: Collection[str]) -> argparse.Namespace:
-    """Parses with names of tables as arguments: `tables` are the chosen ones, all if none is named."""
-    parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(known)}; without it, all")
-    options = parser.parse_args()
-    unknown = sorted({*options.tables} - {*known})
-    if unknown:
-        parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(known)}")
-    options.tables = options.tables or [*known]
     return options
 
 

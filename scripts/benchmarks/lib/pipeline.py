@@ -31,10 +31,10 @@ from distca_hf.analysis.request import PlanRequest
 from distca_hf.arrays import IntArray
 from distca_hf.pipelines.schedules import Seconds
 from distca_hf.pipelines.stages import DividedModel, ModelPart, StepInputs, StepLoss, check_schedule, parts_of_stage
+from lib.devices import largest, synchronize
 from lib.model import read_config
 from lib.options import add_model
 from lib.parser import add_device, add_tokens_per_rank, count, counts, lengths_file, micro_steps, whole, words
-from lib.rates import largest, synchronize
 
 
 HOPS = 10

@@ -3,17 +3,14 @@
 import argparse
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
 from distca_hf.arrays import IntArray
 
 
-# A document, and how many of its first tokens are a prompt; further borders alternate between the agent's turns, which
-# are learnt, and outputs of tools.
-Document = tuple[IntArray, Sequence[int]]
-MicroBatch = Sequence[Sequence[Document]]  # documents of every rank
+MicroBatch = Sequence[Sequence[IntArray]]  # documents of every rank
 
 
 class Drawn:
@@ -32,11 +29,10 @@ class Drawn:
         """Returns random tokens, half to one and a half times as many as the mean."""
         return self.tokens(self.random.randint(-(-mean // 2), mean + mean // 2))
 
-    def answers(self, number: int) -> list[Document]:
+    def answers(self, number: int) -> list[IntArray]:
         """Returns documents of a prompt and an answer each, all of the same prompt."""
         prompt = self.tokens(self.options.prompt_tokens)
-        answers = (self.about(self.options.turn_tokens) for _ in range(number))
-        return [(np.concatenate([prompt, answer]), [len(prompt)]) for answer in answers]
+        return [np.concatenate([prompt, self.about(self.options.turn_tokens)]) for _ in range(number)]
 
 
 def _trees(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
@@ -52,17 +48,14 @@ def _tree(drawn: Drawn, num_ranks: int) -> MicroBatch:
         while len(turns) < options.turns:
             turns = [*turns, (drawn.about(options.turn_tokens), drawn.about(options.tool_tokens))]
         trajectories.append(turns)
-    documents: list[Document] = []
-    for turns in trajectories:
-        parts = [prompt, *(part for turn in turns for part in turn)]
-        documents.append((np.concatenate(parts), np.cumsum([len(part) for part in parts])[:-1].tolist()))
+    documents = [np.concatenate([prompt, *chain.from_iterable(turns)]) for turns in trajectories]
     borders = [len(documents) * rank // num_ranks for rank in range(num_ranks + 1)]
     return [documents[borders[rank] : borders[rank + 1]] for rank in range(num_ranks)]
 
 
 def _grpo(drawn: Drawn, num_ranks: int) -> list[MicroBatch]:
     rows, number = drawn.options.rows, drawn.options.micro_batches
-    answers: list[Document] = []
+    answers: list[IntArray] = []
     while len(answers) < num_ranks * number * rows:
         answers += drawn.answers(drawn.options.generations)
     of_ranks = [answers[rank * number * rows : (rank + 1) * number * rows] for rank in range(num_ranks)]

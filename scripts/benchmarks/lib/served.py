@@ -1,4 +1,9 @@
-"""Modes of a step with attention servers (`MODES`): the product with them, and without them on the same trainers."""
+"""Modes of a step with attention servers (`MODES`): the product with them, and without them on the same trainers.
+
+Settings of the product come from its environment variables. Without DISTCA_SERVER_SPEED the plan takes servers to be
+as fast as trainers, as in the first steps of a training; that of a second set of documents takes the speeds measured
+by then. While kernels are compiled a server is silent: set DISTCA_TIMEOUTS_HEARTBEAT_LIMIT_SECONDS=60 in a first run.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,17 +13,16 @@ import torch
 from distca_hf.comm.transport import Transport
 from distca_hf.parallel_context import Annex
 from distca_hf.servers.served_transport import ServedTransport
-from lib.model import LossModel
-from lib.modes import Mode, Place, StepTokens, build_mode
-from lib.rates import largest
+from lib.documents import Documents
+from lib.modes import build_mode
+from lib.place import Mode, Place
 from lib.rounds import Runner
 from lib.wires import WiredPlugin, Wires
 
 
 MODES = {
-    "ideal": "the trainers' linear work, and of attention the share of one of all processes, without any transfer",
-    "served": "the product with servers: placed batches, in plugin.attempts",
-    "alone": "the product on the same trainers, without servers: placed batches",
+    "served": "the product with attention servers: placed batches, in plugin.attempts; only if some were launched",
+    "alone": "the product on the same trainers, without the servers: placed batches; only if some were launched",
 }
 
 
@@ -55,31 +59,33 @@ class Connection:
         self._owner = self._owner or plugin
         return plugin
 
-    def transport(self, device: torch.device) -> ServedTransport | None:
-        """Returns the connection; None if no plugin has it."""
+    def check_servers(self, device: torch.device) -> None:
+        """Exits if a server was lost."""
         found = None if self._owner is None else self._owner.training_transport(device)
-        return found if isinstance(found, ServedTransport) else None
+        if isinstance(found, ServedTransport) and found.servers_lost:
+            raise SystemExit(f"{found.servers_lost} servers were lost: times are not of all servers")
 
     def close(self) -> None:
         """Ends the connection."""
         if self._owner is not None:
             self._owner.close()
 
-    def build(self, name: str, place: Place, step: StepTokens) -> Mode:
-        """Returns the mode of this name, as `modes.build_mode` does. A collective call."""
+    def build(self, name: str, place: Place, documents: Documents) -> Mode:
+        """Returns the mode of this name, as `modes.build_mode` does, in a place whose plugins are those of this
+        connection. A collective call."""
         if name == "served":
-            return replace(build_mode("placed", replace(place, plugins=self.plugin), step), name=name)
+            return build_mode("placed", place, documents).renamed(name)
         if name == "alone":
-            return replace(build_mode("placed", replace(place, plugins=AlonePlugin), step), name=name)
-        return build_mode(name, place, step)
+            return build_mode("placed", replace(place, plugins=AlonePlugin), documents).renamed(name)
+        return build_mode(name, place, documents)
 
 
 class ServedRunner(Runner):
     """Runs steps of trainers; with servers as loops do, so that a lost server costs no step. The model is enabled with
     the plugin."""
 
-    def __init__(self, model: LossModel, plugin: WiredPlugin, wires: Wires, device: torch.device) -> None:
-        super().__init__(model, wires, device)
+    def __init__(self, place: Place, plugin: WiredPlugin) -> None:
+        super().__init__(place)
         self._plugin = plugin
 
     def step(self, mode: Mode) -> torch.Tensor:
@@ -92,10 +98,12 @@ class ServedRunner(Runner):
                 losses.append(super().step(mode))
         return losses[-1]
 
-    def sent_bytes(self, mode: Mode) -> int:
-        """Returns the bytes that a trainer sends in a step, the most of all. A collective call."""
-        with self.ready(mode) as step:
-            before = self._wires.traffic.bytes_sent
-            step()
-            [sent] = largest([self._wires.traffic.bytes_sent - before], self._device)
-        return int(sent)
+
+def plan_in_words(mode: Mode) -> str:
+    """Returns a line about the plan of `served` as it is at the end."""
+    [batch] = mode.batches
+    facts = batch["distca_plan"].facts
+    speeds = ", ".join(f"{speed:.2f}" for speed in facts.speeds)
+    work = ", ".join(f"{work / sum(facts.work):.3f}" for work in facts.work)
+    balance = f"longest planned time {facts.imbalance:.4f} x an even split"
+    return f"parts of attention, those of servers last: {work}; speeds {speeds}; {balance}"

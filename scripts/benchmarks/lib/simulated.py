@@ -33,8 +33,6 @@ def refused(options: argparse.Namespace) -> str | None:
         return "the part of one rank is not simulated"
     if options.checkpointing == "offloaded":
         return "attention outputs that wait on the host are not simulated"
-    if options.accumulation > 1:
-        return f"one micro-step is simulated, and a step has {options.accumulation}"
     if not options.fsdp:
         return "steps are simulated under FSDP2: leave --no-fsdp out"
     return None

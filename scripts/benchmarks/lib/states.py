@@ -24,13 +24,12 @@ from distca_hf.runtime.carried_states import CarriedRows
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from lib.baselines.peers import ringmaster_runtime
+from lib.documents import Segment
 
 
-def rows_on_one_device(
-    segments: Sequence[tuple[int, int, int]], halo_tokens: int, device: torch.device
-) -> CarriedRows:
-    """Returns the rows of the only rank: segments (document, start, stop) of all tokens of all documents, in row
-    order. Mixers see `halo_tokens` before a token."""
+def rows_on_one_device(segments: Sequence[Segment], halo_tokens: int, device: torch.device) -> CarriedRows:
+    """Returns the rows of the only rank: segments of all tokens of all documents, in row order. Mixers see
+    `halo_tokens` before a token."""
     tokens = [0] * (1 + max(document for document, _, _ in segments))
     for document, _, stop in segments:
         tokens[document] = max(tokens[document], stop)

@@ -1,11 +1,9 @@
 """Outcomes of Transformers' tests with distca and with sdpa, the meaning of failures, and differences of two runs."""
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -77,32 +75,10 @@ class Run:
     trees: list[str]
     families: dict[str, dict[str, dict[str, Outcomes]]] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def read(cls, path: Path) -> "Run":
-        facts = json.loads(path.read_text())
-        families = {
-            family: {
-                suite: {
-                    name: {test: Outcome(**outcome) for test, outcome in outcomes.items()}
-                    for name, outcomes in implementations.items()
-                }
-                for suite, implementations in suites.items()
-            }
-            for family, suites in facts.pop("families").items()
-        }
-        return cls(**facts, families=families)
-
-    def passed(self, suite: str, family: str | None = None) -> int:
-        """Counts tests of a suite that pass with distca, of one family or of all."""
-        return sum(
-            outcome.result == PASSED
-            for name, suites in self.families.items()
-            if family in (None, name)
-            for outcome in suites[suite][DISTCA].values()
-        )
+    def passed(self, suite: str) -> int:
+        """Counts tests of a suite that pass with distca, of all families."""
+        outcomes = (suites[suite][DISTCA].values() for suites in self.families.values())
+        return sum(outcome.result == PASSED for of_family in outcomes for outcome in of_family)
 
     def failures(self) -> Iterator[Failure]:
         """Yields all tests that failed with distca, and those that were skipped and pass with sdpa."""
@@ -123,20 +99,6 @@ def meaning(test: str, distca: Outcome, sdpa: Outcome) -> str:
     if any(known.explains(test, distca.error) for known in ASSERT_SDPA):
         return ASSERTS_SDPA
     return OTHER
-
-
-def no_longer_passing(earlier: Run, now: Run) -> dict[str, Outcome | None]:
-    """Finds tests of the families of both runs that passed with distca earlier and do not now; returns their outcomes
-    now by family, suite and test, None of one that did not run."""
-    return {
-        f"{family}, {suite}: {test}": outcome
-        for family in earlier.families.keys() & now.families.keys()
-        for suite, outcomes in earlier.families[family].items()
-        for test, before in outcomes[DISTCA].items()
-        if before.result == PASSED
-        for outcome in [now.families[family].get(suite, {}).get(DISTCA, {}).get(test)]
-        if outcome is None or outcome.result != PASSED
-    }
 
 
 def without_numbers(message: str) -> str:

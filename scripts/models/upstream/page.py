@@ -15,8 +15,7 @@ Transformers' tests of model classes run with distca instead of sdpa; what does 
 
 ```
 pip install parameterized httpx
-python scripts/models/upstream_tests.py --transformers CHECKOUT --page scripts/models/classes.md --json now.json \\
-    --compare earlier.json
+python scripts/models/upstream_tests.py --transformers CHECKOUT --page scripts/models/classes.md
 ```
 
 CHECKOUT is a source tree of about the installed version. Suite *models* is each family's test file with distca as the

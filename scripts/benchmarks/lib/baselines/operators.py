@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,43 +34,25 @@ from distca_hf.kernels.registry import Operands, choose_kernel
 from lib.wires import Wires
 
 
-class Keys(Protocol):
-    """Which keys a kernel call reads, and which rows get their gradients; the same for values."""
+@dataclass(frozen=True)
+class OwnKeys:
+    """Keys and values that a kernel call reads: consecutive rows, read and written in place."""
 
-    @property
-    def adds(self) -> bool:
-        """Whether gradients of several calls are summed: totals begin with zero and are kept in max(fp32, dtype)."""
-        ...
+    rows: slice  # rows of this rank
+    # Whether gradients of several calls are summed: totals begin with zero and are kept in max(fp32, dtype).
+    adds: bool = False
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys `[S, G, H]` and values `[S, G, V]` of the call, from the rows of this rank (or of all)."""
-        ...
+        return k[self.rows], v[self.rows]
 
     def gradient(self, taken: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """Returns the tensor in which the kernel writes the gradient of keys or values that were taken. `total` is the
         gradient of the rows that they were taken from."""
-        ...
-
-    def settle(self, gradient: torch.Tensor, total: torch.Tensor) -> None:
-        """Puts that gradient into the total."""
-        ...
-
-
-@dataclass(frozen=True)
-class OwnKeys:
-    """Consecutive rows, read and written in place."""
-
-    rows: slice  # rows of this rank
-    adds: bool = False
-
-    def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return k[self.rows], v[self.rows]
-
-    def gradient(self, taken: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return total[self.rows]
 
     def settle(self, gradient: torch.Tensor, total: torch.Tensor) -> None:
-        pass
+        """Puts that gradient into the total."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +112,9 @@ class MadeUpKeys:
 
     def settle(self, gradient: torch.Tensor, total: torch.Tensor) -> None:
         total.index_copy_(0, self.rows, gradient.index_select(0, self.places))
+
+
+Keys = OwnKeys | ChosenKeys | MadeUpKeys
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@
     ring      k v ── all-gather ── kernel of all modes ── out
     magi      its planner deals chunks of tokens out; its transfers, in stages ── its own kernel ── out
 
-Both send over the group of the modes, by their own calls: their bytes are not counted, and they are never silent.
+Both send over the group of the modes, by their own calls: their bytes are not counted.
 """
 
 import time

@@ -5,9 +5,8 @@
 
 The package (tried: 0.1.8) calls FlashAttention 2 by names of `flash_attn.flash_attn_interface`, and torch.distributed.
 Each of its modules gets stand-ins for both: functions with these names and arguments call the kernel that other modes
-call, and collectives are counted, and silent when asked; their group overtakes kernels, as the product's. Nothing else
-is replaced. Modules are imported one by one,
-because the package's own import needs names that Transformers 5 no longer has.
+call, and collectives are counted; their group overtakes kernels, as the product's. Nothing else is replaced. Modules
+are imported one by one, because the package's own import needs names that Transformers 5 no longer has.
 """
 
 import importlib
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from distca_hf.comm.transport import Arrived
 from distca_hf.config import KernelName
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Saved, Spans
 from distca_hf.kernels.registry import Operands, choose_kernel
@@ -198,7 +196,7 @@ def interface_of(name: KernelName) -> Any:
 
 
 class _Collectives:
-    """torch.distributed as the package sees it: what it sends is counted, and silent when asked."""
+    """torch.distributed as the package sees it: what it sends is counted."""
 
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
@@ -207,26 +205,16 @@ class _Collectives:
         return getattr(dist, name)
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        received = [each.tensor for each in operations if each.op is dist.irecv]
-        arriving = sum(rows.nbytes for rows in received)
-        sent = sum(each.tensor.nbytes for each in operations) - arriving
-        if not self._wires.is_silent(sent, arriving, max(rows.nbytes for rows in received)):
-            return dist.batch_isend_irecv(operations)
-        for rows in received:
-            rows.copy_(self._wires.made_up(tuple(rows.shape), rows.dtype))
-        return []
+        arriving = sum(each.tensor.nbytes for each in operations if each.op is dist.irecv)
+        self._wires.count(sum(each.tensor.nbytes for each in operations) - arriving, arriving)
+        return dist.batch_isend_irecv(operations)
 
-    def all_gather_into_tensor(
-        self, gathered: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | Arrived:
-        others = gathered.nbytes - rows.nbytes
-        if self._wires.is_silent(others, others, gathered.nbytes):
-            return Arrived(gathered.copy_(self._wires.made_up(tuple(gathered.shape), gathered.dtype)))
-        return dist.all_gather_into_tensor(gathered, rows, group=group, async_op=async_op)
+    def all_gather_into_tensor(self, gathered: torch.Tensor, rows: torch.Tensor, **given: Any) -> dist.Work:
+        others_bytes = gathered.nbytes - rows.nbytes
+        self._wires.count(others_bytes, others_bytes)
+        return dist.all_gather_into_tensor(gathered, rows, **given)
 
-    def reduce_scatter_tensor(self, summed: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
-        others = rows.nbytes - summed.nbytes
-        if self._wires.is_silent(others, others, summed.nbytes):
-            summed.copy_(self._wires.made_up(tuple(summed.shape), summed.dtype))
-        else:
-            dist.reduce_scatter_tensor(summed, rows, group=group)
+    def reduce_scatter_tensor(self, summed: torch.Tensor, rows: torch.Tensor, **given: Any) -> None:
+        others_bytes = rows.nbytes - summed.nbytes
+        self._wires.count(others_bytes, others_bytes)
+        dist.reduce_scatter_tensor(summed, rows, **given)

@@ -6,12 +6,10 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import datasets
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
@@ -23,10 +21,10 @@ from distca_hf.runtime import alike_layers
 from lib.documents import random_tokens
 from lib.header import facts_of
 from lib.longest.launch import OUT_OF_MEMORY, RESULT, is_out_of_memory
-from lib.model import LossModel, build_model, probe, read_config
-from lib.modes import Place
+from lib.model import read_config
+from lib.place import Place
 from lib.report import load_of, rates_of
-from lib.whole_model import TrainingRunner, build_planned, use_head
+from lib.whole_model import TrainingRunner, build_planned
 from lib.wires import WiredPlugin
 
 
@@ -46,28 +44,22 @@ def attempt(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    datasets.disable_progress_bars()
     num_ranks = dist.get_world_size()
     length = num_ranks * options.tokens_per_rank
     options.lengths, options.documents = [length], str(length)
     config = read_config(options, length)
     _limit_memory(options, config, device)
-    model = LossModel(build_model(config, options, device))
-    shape = probe(model)
-    use_head(model, options.head)
-    place = Place.open(model, shape, options, device)
     tiles = {"mlp_tokens": options.mlp_tokens, "attention_kv_heads": options.attention_kv_heads}
-    place = replace(place, plugins=partial(WiredPlugin, **tiles))
-    place.enable(place.plugin(options.tokens_per_rank), length, options)
-
-    [documents] = random_tokens([length], 1, config.get_text_config().vocab_size)
+    place = Place.build(config, options, device, plugins=partial(WiredPlugin, **tiles))
+    place.enable(options.tokens_per_rank, length, options)
+    documents = random_tokens([length], config.get_text_config().vocab_size)
     planned = build_planned("placed", place, documents, options.steps)
-    runner = TrainingRunner(model, place.wires, device)
+    runner = TrainingRunner(place)
     with short_attention(options.attended_tokens):
-        measured = runner.run([planned.mode], warmup=options.steps - 1, rounds=1, exposed=False)["placed"]
+        measured = runner.run([planned.mode], warmup=options.steps - 1, rounds=1)["placed"]
     if not math.isfinite(measured.loss):
         raise SystemExit(f"the loss is {measured.loss}")
-    load = load_of(options, shape, num_ranks, device)
+    load = load_of(options, place.shape, num_ranks, device)
     return {
         **rates_of(measured, load),
         "tokens_per_rank": options.tokens_per_rank,

@@ -26,10 +26,10 @@ from transformers import (
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
+from lib.devices import largest, peak_flops, synchronize
 from lib.model import LossModel, Shape, checkpointing_keywords, probe
 from lib.options import add_kernel, add_model, check_packages
 from lib.parser import add_device, add_out, chosen_modes, count, not_negative, whole, write_figures
-from lib.rates import largest, peak_flops, synchronize
 from lib.report import MFU, TOKENS_PER_SECOND
 from lib.tables import Columns, figure, number, peak_gib, table_of
 from lib.training.batches import DividedDocuments, LoaderBatches, WholeDocuments
