@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -324,10 +323,11 @@ def gloo_thread_states() -> str:
 
     Empty if the system has no /proc.
     """
-    letters = []
-    for file in Path("/proc/self/task").glob("*/stat"):
+    letters, threads = [], "/proc/self/task"  # as text: with paths a look takes three times as long
+    for thread in os.listdir(threads) if os.path.isdir(threads) else ():
         try:
-            name, _, rest = file.read_text().partition("(")[2].rpartition(") ")
+            with open(f"{threads}/{thread}/stat") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(") ")
         except OSError:  # it ended meanwhile
             continue
         if name == GLOO_THREAD:

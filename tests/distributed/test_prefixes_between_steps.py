@@ -18,6 +18,7 @@ from support.given_batches import Batch, Gradients, gradients_of, in_double, own
 from support.models import plain_attention
 from support.ranks import run_ranks
 from support.rows_of_documents import packed, padded, words
+from support.thorough import is_thorough
 
 
 WITHOUT = padded([words(40, 9), words(50, 19)])
@@ -105,7 +106,9 @@ def _steps(kind: str, implementation: str, evaluates: str) -> list[Step]:
     return steps
 
 
-@pytest.mark.parametrize(("kind", "evaluates"), [("llama", "distca"), ("gpt_oss", "local")])
+@pytest.mark.parametrize(
+    ("kind", "evaluates"), [("llama", "distca"), *([("gpt_oss", "local")] if is_thorough() else [])]
+)
 def test_steps_stay_exact_while_things_change(kind: str, evaluates: str, tmp_path: Path) -> None:
     of_sdpa = run_ranks(2, _steps, tmp_path / "alone", kind, plain_attention(kind), "local")
     for rank, steps in enumerate(run_ranks(2, _steps, tmp_path / "ranks", kind, "distca", evaluates)):

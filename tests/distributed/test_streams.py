@@ -26,7 +26,7 @@ from support.ranks import run_ranks, start_ranks
 from support.streams import Rows, all_tokens, numbered, numbered_stream, tokens_in
 
 
-DOCUMENTS = 500
+DOCUMENTS = 240
 TOKENS_PER_RANK = 48
 # Numbers of ranks, one after the other. `tests/property/test_stream_resume.py` has more pairs.
 WORLDS = (3, 1, 4)

@@ -22,6 +22,7 @@ from support.data import random_documents
 from support.models import VOCABULARY, tiny_model
 from support.multimodal import document, multimodal_model, pack
 from support.ranks import run_ranks
+from support.thorough import is_thorough
 
 
 pytestmark = pytest.mark.skipif(
@@ -29,8 +30,8 @@ pytestmark = pytest.mark.skipif(
 )
 DATA = 2
 LLAMA, STATES, EXPERTS = "llama", "qwen3_5", "qwen3_moe"
-# In the second one, a layer of the text gets features of images, too.
-IMAGES = ("qwen2_5_vl", "qwen3_vl")
+# In the last one, a layer of the text gets features of images, too.
+IMAGES = ("qwen2_5_vl", "qwen3_vl") if is_thorough() else ("qwen3_vl",)
 # How each model is divided between four ranks.
 SIZES = {
     LLAMA: {"tp_size": 2, "fsdp_size": DATA},

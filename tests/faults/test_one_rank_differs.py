@@ -6,6 +6,7 @@ Every difference is a function that changes rank 1 alone. Documents are so long 
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from distca_hf.batches import agreement as facts
 from distca_hf.data import collate
 from support.data import random_documents
 from support.models import tiny_model
-from support.ranks import start_ranks
+from support.ranks import run_ranks, start_ranks
 from support.thorough import is_thorough
 
 
@@ -402,8 +403,23 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[float]]:
+    """Losses of a training in which no rank differs, by number of ranks and kind of batches."""
+
+    @functools.cache
+    def losses(world_size: int, batches: str) -> list[float]:
+        folder = tmp_path_factory.mktemp("usual")
+        result: list[float] = run_ranks(world_size, _run_unchanged, folder, folder, batches)[0]
+        return result
+
+    return losses
+
+
 @pytest.mark.parametrize(("group", "name", "batches"), CASES)
-def test_no_rank_takes_a_step_with_one_that_differs(group: str, name: str, batches: str, tmp_path: Path) -> None:
+def test_no_rank_takes_a_step_with_one_that_differs(
+    group: str, name: str, batches: str, usual: Callable[[int, str], list[float]], tmp_path: Path
+) -> None:
     done = _steps_before(group, name)
     words = CHANGES[group][name][1]
     # A few on three ranks, the same in every run; not those that compile, which takes seconds of each rank.
@@ -411,8 +427,7 @@ def test_no_rank_takes_a_step_with_one_that_differs(group: str, name: str, batch
     outcomes = start_ranks(world_size, _run, tmp_path, tmp_path, group, name, batches)
     if words is None:
         assert [outcome.exit_code for outcome in outcomes] == [0] * world_size, outcomes
-        usual = start_ranks(world_size, _run_unchanged, tmp_path / "usual", tmp_path, batches)
-        assert outcomes[0].result == pytest.approx(usual[0].result, abs=1e-6)
+        assert outcomes[0].result == pytest.approx(usual(world_size, batches), abs=1e-6)
         return
     expected = words.format(others={2: "rank 0", 3: "ranks 0 and 2"}[world_size])
     assert [outcome.exit_code for outcome in outcomes] == [1] * world_size, outcomes

@@ -68,8 +68,11 @@ def replace_module(model: Any) -> None:
     layer.linear_attn = other
 
 
-@pytest.mark.parametrize("ranks", [THREE, UNCUT], ids=["cut", "uncut"])
-@pytest.mark.parametrize("change", [set_forward, replace_module])
+@pytest.mark.parametrize(
+    ("change", "ranks"),
+    [(set_forward, THREE), (replace_module, UNCUT)],
+    ids=["set, cut", "replaced, uncut"],
+)
 def test_what_runs_in_place_of_a_mixer_is_named(change: Callable[[Any], None], ranks: tuple[str, ...]) -> None:
     with pytest.raises(UnsupportedAttentionError, match=r"model\.layers\.2\.linear_attn, or its forward") as caught:
         step_on_ranks(BUILD, ranks, change=lambda model, rank, number: change(model))

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.models import VOCABULARY, tiny_model
 from support.scripts import run_script
+from support.thorough import is_thorough
 
 
 STEPS = 3
@@ -64,14 +65,14 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [log for log in state["log_history"] if "loss" in log]
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        ("sft", {"dataset_name": "texts", "packing": True, "max_length": 400}),
-        ("dpo", {"dataset_name": "pairs", "use_peft": True, "lora_r": 4, "lora_dropout": 0.0}),
-    ],
-    ids=["sft, packing", "dpo, adapters"],
-)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft, packing": ("sft", {"dataset_name": "texts", "packing": True, "max_length": 400})
+}
+if is_thorough():
+    RUNS["dpo, adapters"] = ("dpo", {"dataset_name": "pairs", "use_peft": True, "lora_r": 4, "lora_dropout": 0.0})
+
+
+@pytest.mark.parametrize(("script", "arguments"), RUNS.values(), ids=RUNS)
 def test_losses_are_those_of_sdpa_and_work_is_even(
     script: str, arguments: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.cost import Mask, causal_pairs
 from support.commands import REPOSITORY
 from support.scripts import run_script, small_llama
+from support.thorough import is_thorough
 from support.versions import classes_of_today
 
 
@@ -143,7 +144,11 @@ def test_experts_of_both_ranks_compute_in_every_mode(tmp_path: Path) -> None:
                 Version(transformers.__version__).release < (5, 19), reason="Transformers trains so since 5.19"
             ),
         ),
-        ("--dp-replicate-size 2", "FSDP2, gradients summed in float32, 2 replicas", 4, 1),
+        *(
+            [("--dp-replicate-size 2", "FSDP2, gradients summed in float32, 2 replicas", 4, 1)]
+            if is_thorough()
+            else []
+        ),
     ],
 )
 def test_ranks_of_a_grid_compute_in_every_mode(

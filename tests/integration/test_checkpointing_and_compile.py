@@ -83,6 +83,7 @@ def expected() -> list[tuple[float, float]]:
 
 
 THOROUGH_WAYS = [
+    pytest.param(_wrapped, "recompute", 2 * NUM_LAYERS, True, id="wrapper, recompute, compiled"),
     pytest.param(_reentrant, "save", 2 * NUM_LAYERS, True, id="reentrant, compiled"),
     pytest.param(_selective, "recompute", NUM_LAYERS, True, id="own selective, compiled"),
 ]
@@ -95,7 +96,6 @@ THOROUGH_WAYS = [
         pytest.param(_non_reentrant, "save", NUM_LAYERS, True, id="default, compiled"),
         pytest.param(_non_reentrant, "recompute", 2 * NUM_LAYERS, False, id="recompute"),
         pytest.param(_wrapped, "save", NUM_LAYERS, False, id="wrapper"),
-        pytest.param(_wrapped, "recompute", 2 * NUM_LAYERS, True, id="wrapper, recompute, compiled"),
         pytest.param(_reentrant, "save", 2 * NUM_LAYERS, False, id="reentrant"),
         pytest.param(_selective, "recompute", NUM_LAYERS, False, id="own selective"),
         *(THOROUGH_WAYS if is_thorough() else ()),

@@ -10,7 +10,8 @@ import transformers
 from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
-from support.commands import REPOSITORY, run_command
+from support.commands import REPOSITORY
+from support.scripts import run_script
 
 
 PAGE = REPOSITORY / "scripts" / "models" / "classes.md"
@@ -43,8 +44,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 )
 def test_script_tells_how_exactly_classes_train_on_tensor_and_expert_ranks(tmp_path: Path) -> None:
     out = tmp_path / "models.md"
-    command = [sys.executable, SCRIPTS / "divided.py", "--only", "qwen3_moe", "apertus", "--out", out]
-    run_command(command)
+    run_script(1, tmp_path, ["scripts/models/divided.py", "--only", "qwen3_moe", "apertus", "--out", out])
     found = rows(out.read_text())
 
     assert {model_type: heads for model_type, (heads, _, _) in found.items()} == {

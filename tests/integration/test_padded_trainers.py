@@ -51,7 +51,7 @@ from support.thorough import is_thorough
 from support.training import quiet_arguments
 
 
-KINDS = ("llama", "gemma3")
+KINDS = ("llama", "gemma3") if is_thorough() else ("llama",)
 WORLD = 2
 STEPS = 10 if is_thorough() else 3
 ROWS = 2 * STEPS  # two epochs

@@ -29,8 +29,8 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
-    """Sixty documents of other lengths, one of them longer than all others together."""
-    return write_documents(tmp_path / "documents.jsonl", [*range(3, 62), 2500])
+    """Sixty documents, one of them longer than all others together."""
+    return write_documents(tmp_path / "documents.jsonl", [*(3 + number % 12 for number in range(59)), 700])
 
 
 def script() -> str:

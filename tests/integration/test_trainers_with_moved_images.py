@@ -15,6 +15,7 @@ import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.multimodal import document, multimodal_model
 from support.ranks import run_ranks
+from support.thorough import is_thorough
 from support.training import DISTRIBUTED_TYPES, computing_arguments
 from support.versions import images_may_move
 
@@ -87,7 +88,8 @@ def test_losses_are_those_of_sdpa_and_towers_are_even(usual: Result, tmp_path: P
 
 @images_may_move
 @pytest.mark.parametrize(
-    ("wrap", "servers", "report"), [("fsdp1", 0, True), ("fsdp2", 0, False), ("zero3", 0, False), ("ddp", 1, True)]
+    ("wrap", "servers", "report"),
+    [("fsdp2", 0, True), ("zero3", 0, False), ("ddp", 1, True), *([("fsdp1", 0, True)] if is_thorough() else [])],
 )
 def test_losses_of_wrapped_models_and_with_attention_servers_are_those_of_sdpa(
     wrap: str, servers: int, report: bool, usual: Result, tmp_path: Path

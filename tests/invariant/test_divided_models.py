@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from support.ranks import run_ranks
 from support.shard_on_cpu import let_accelerate_shard_on_cpu
+from support.thorough import is_thorough
 from support.training import (
     CAPACITY_TOKENS,
     LEARNING_RATE,
@@ -175,7 +176,7 @@ REPLICAS = {"dp_replicate_size": 2, "fsdp_size": 2}
 RUNS = [
     Run("qwen3_moe", EP, {"fsdp2", "ep2"}, "trainer", "packs"),
     Run("qwen3_moe", EP, {"fsdp2", "ep2"}, "plain"),
-    Run("qwen3_moe", EP_OF_SHARDS, {"fsdp4", "efsdp2 ep2"}, "trainer"),
+    *([Run("qwen3_moe", EP_OF_SHARDS, {"fsdp4", "efsdp2 ep2"}, "trainer")] if is_thorough() else []),
     Run("qwen3_moe", ALL, {"fsdp2", "fsdp2 tp2", "ep4"}, "trainer"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "trainer", "packs"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "plain"),

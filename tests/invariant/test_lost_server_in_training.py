@@ -15,12 +15,14 @@ from distca_hf.integrations.models.mixers import LOWEST_STATES
 from support import training
 from support.lost_server import ServerHarm, harm_server
 from support.ranks import start_ranks
+from support.thorough import is_thorough
 from support.training import Curve, Run, assert_same_curve, save_initial_model, train_reference
 from support.versions import skip_before
 
 
 STEPS, LOST_AT = 4, 2
 TRAINERS = 2
+OF_ZERO3 = Run("llama", TRAINERS, "zero3", "sft", 3, steps=STEPS)
 
 
 def train(run: Run | packs.Run, initial: Path, folder: Path, phase: str) -> tuple[Curve, int]:
@@ -55,10 +57,9 @@ def initial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("run", "servers", "how", "phase"),
     [
-        (Run("llama", TRAINERS, "zero3", "sft", 3, steps=STEPS), 1, signal.SIGKILL, "forward"),
-        (Run("llama", TRAINERS, "ddp", "plain", 3, steps=STEPS), 1, signal.SIGSTOP, "backward"),
         (Run("qwen3_5", TRAINERS, "fsdp2", "trainer", 3, steps=STEPS), 2, signal.SIGKILL, "backward"),
         (packs.Run("collator", "attach", TRAINERS, "fsdp2", 1, steps=STEPS), 2, signal.SIGKILL, "forward"),
+        *([(OF_ZERO3, 1, signal.SIGKILL, "forward")] if is_thorough() else []),
     ],
     ids=lambda value: (
         str(value)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 from datasets import Dataset
+from test_training import MORE_RUNS as MORE_PLACED_RUNS
 from test_training import RUNS as PLACED_RUNS
 
 from distca_hf.integrations.models import placed_loss
@@ -17,6 +18,7 @@ from distca_hf.integrations.models.forward_watch import watch_of
 from support.checkpointing import LAYER_CALLS, settings_of
 from support.data import random_dataset
 from support.ranks import run_ranks
+from support.thorough import is_thorough
 from support.training import (
     DISTRIBUTED_TYPES,
     MANY_STEPS,
@@ -111,15 +113,17 @@ def _trainer(run: Run, model: Any, folder: Path, callbacks: list[Any], computing
 RUNS = [
     Run("collator", "attach", 2, "fsdp2", 3, "fsdp", kv_residency="refetch"),
     Run("packed dataset", "attach", 2, "ddp", 3, "trl", kv_residency="refetch"),
-    Run("packed dataset", "callback", 2, "fsdp2", 1, "trl", steps=MANY_STEPS),
     Run("padding free", "attach", 4, "ddp", 1, "selective", kv_residency="keep"),
-    Run("collator", "attach", 2, "zero1", 3, "selective", kv_residency="refetch"),
     Run("collator", "attach", 2, "zero2", 1, "reentrant", kv_residency="refetch"),
-    Run("padding free", "callback", 2, "zero3", 1),
     Run("collator", "attach", 2, "zero3", 1, lora=True, prompt_tokens=80),
+    Run("collator", "callback", 2, "ddp", 1, "selective", prompt_tokens=80),
+]
+MORE_RUNS = [
+    Run("packed dataset", "callback", 2, "fsdp2", 1, "trl", steps=MANY_STEPS),
+    Run("collator", "attach", 2, "zero1", 3, "selective", kv_residency="refetch"),
+    Run("padding free", "callback", 2, "zero3", 1),
     Run("collator", "attach", 2, "fsdp1", 1, "non-reentrant"),
     Run("collator", "attach", 2, "fsdp2", 1, "offloaded, tiles", kv_residency="refetch"),
-    Run("collator", "callback", 2, "ddp", 1, "selective", prompt_tokens=80),
 ]
 
 
@@ -137,7 +141,7 @@ def reference_of(run: Run, references: References) -> Curve:
     return references.once(alone, lambda: train(alone, references.initial_models["llama"], "sdpa"))
 
 
-@pytest.mark.parametrize("run", RUNS, ids=name)
+@pytest.mark.parametrize("run", [*RUNS, *(MORE_RUNS if is_thorough() else ())], ids=name)
 def test_losses_follow_one_process_sdpa(
     run: Run, references: References, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -193,8 +197,11 @@ def options(run: Any) -> dict[str, Any]:
 
 
 def test_every_option_is_trained_twice_and_in_pairs() -> None:
-    """In placed and foreign batches together."""
-    runs = [options(run) for run in (*PLACED_RUNS, *RUNS)]
+    """In placed and foreign batches together; once without `--thorough`."""
+    usual = [options(run) for run in (*PLACED_RUNS, *RUNS)]
+    trained = {option for run in usual for option in run.items()}
+    assert {(name, value) for name in OPTIONS for value in OPTIONS[name]} <= trained
+    runs = usual + [options(run) for run in (*MORE_PLACED_RUNS, *MORE_RUNS)]
     counts = Counter(option for run in runs for option in run.items())
     assert [(name, value) for name in OPTIONS for value in OPTIONS[name] if counts[name, value] < 2] == []
     for one, other in {pair for line in PAIRWISE for pair in combinations(line, 2)}:

@@ -27,17 +27,20 @@ def with_placed(*arguments: Any, checkpointing: str = "") -> placed.Run:
 # Servers, and the training that they serve.
 RUNS: list[tuple[int, placed.Run | packs.Run]] = [
     (1, with_placed(1, "none", "plain", 1)),
-    (1, with_placed(2, "ddp", "plain", 3)),
     (2, with_placed(2, "fsdp2", "trainer", 3)),
-    (1, with_placed(2, "fsdp2", "trainer", 1, checkpointing="offloaded, tiles")),
-    (2, with_placed(2, "ddp", "trainer", 1, checkpointing="reentrant")),
-    (2, with_placed(2, "zero3", "sft", 1, checkpointing="trl")),
     (1, with_placed(2, "zero3", "trainer", 3, checkpointing="reentrant")),
     (1, with_packs("collator", 1, "none", 1)),
     (1, with_packs("packed dataset", 2, "fsdp2", 3, "trl")),
+    (2, with_packs("padding free", 2, "ddp", 3, "selective")),
+]
+# With these, all pairs of options.
+MORE_RUNS: list[tuple[int, placed.Run | packs.Run]] = [
+    (1, with_placed(2, "ddp", "plain", 3)),
+    (1, with_placed(2, "fsdp2", "trainer", 1, checkpointing="offloaded, tiles")),
+    (2, with_placed(2, "ddp", "trainer", 1, checkpointing="reentrant")),
+    (2, with_placed(2, "zero3", "sft", 1, checkpointing="trl")),
     (2, with_packs("collator", 2, "zero3", 1)),
     (1, with_packs("collator", 2, "fsdp2", 1, "reentrant")),
-    (2, with_packs("padding free", 2, "ddp", 3, "selective")),
 ]
 
 
@@ -47,7 +50,7 @@ def name(value: object) -> str:
     return placed.name(value) if isinstance(value, placed.Run) else packs.name(value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("servers", "run"), RUNS, ids=name)
+@pytest.mark.parametrize(("servers", "run"), [*RUNS, *(MORE_RUNS if is_thorough() else ())], ids=name)
 def test_losses_follow_one_process_sdpa(
     servers: int,
     run: placed.Run | packs.Run,
@@ -93,7 +96,7 @@ def options(servers: int, run: placed.Run | packs.Run) -> dict[str, object]:
 
 
 def test_all_options_are_trained_in_pairs() -> None:
-    runs = [options(*run) for run in RUNS]
+    runs = [options(*run) for run in (*RUNS, *MORE_RUNS)]
     missing = [
         (one, other, values)
         for one, other in combinations(OPTIONS, 2)

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from support.checkpointing import LAYER_CALLS, checkpointing_arguments, settings_of
 from support.ranks import run_ranks
 from support.shard_on_cpu import let_accelerate_shard_on_cpu
+from support.thorough import is_thorough
 from support.training import (
     CAPACITY_TOKENS,
     LEARNING_RATE,
@@ -93,7 +94,7 @@ RUNS = [
     Run("placed", accumulation=2, checkpointing="non-reentrant", evaluate="distca"),
     Run("placed", "plain"),
     Run("packs", evaluate="local"),
-    Run("packs", accumulation=2, checkpointing="selective"),
+    *([Run("packs", accumulation=2, checkpointing="selective")] if is_thorough() else []),
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from support.checkpointing import LAYER_CALLS
 from support.ranks import run_ranks
+from support.thorough import is_thorough
 from support.training import (
     DISTRIBUTED_TYPES,
     MANY_STEPS,
@@ -20,26 +21,28 @@ from support.training import (
 from support.versions import skip_before
 
 
-# With the runs of test_packs_training.py they cover pairs of options, which are counted there.
+# With the runs of test_packs_training.py these train every option, and with `MORE_RUNS` all pairs: counted there.
 RUNS = [
     Run("llama", 1, "none", "trainer", 1),
-    Run("qwen3", 1, "none", "plain", 3, "keep"),
     Run("llama", 4, "ddp", "plain", 3),
-    Run("qwen3", 2, "ddp", "trainer", 1, "refetch", checkpointing="reentrant"),
     Run("llama", 2, "fsdp2", "plain", 1, "keep", steps=MANY_STEPS),
     Run("qwen3", 2, "fsdp2", "trainer", 1, checkpointing="selective"),
-    Run("qwen3", 2, "fsdp2", "trainer", 1, "keep", checkpointing="fsdp"),
     Run("llama", 2, "zero1", "trainer", 1, checkpointing="non-reentrant"),
-    Run("qwen3", 2, "zero1", "trainer", 1, "refetch"),
     Run("qwen3", 2, "zero2", "sft", 3, "keep", checkpointing="trl"),
-    Run("llama", 2, "zero2", "trainer", 1, "refetch"),
-    Run("llama", 2, "zero3", "trainer", 3, "refetch"),
     Run("qwen3", 2, "zero3", "trainer", 1, "keep", checkpointing="non-reentrant"),
-    Run("qwen3", 2, "fsdp1", "trainer", 1, "refetch"),
     Run("llama", 2, "fsdp1", "trainer", 3, checkpointing="reentrant"),
     Run("llama", 2, "ddp", "trainer", 3, "refetch", checkpointing="non-reentrant", lora=True),
-    Run("qwen3", 2, "fsdp2", "trainer", 1, "refetch", checkpointing="non-reentrant", lora=True),
     Run("llama", 2, "fsdp2", "trainer", 3, checkpointing="offloaded, tiles"),
+]
+MORE_RUNS = [
+    Run("qwen3", 1, "none", "plain", 3, "keep"),
+    Run("qwen3", 2, "ddp", "trainer", 1, "refetch", checkpointing="reentrant"),
+    Run("qwen3", 2, "fsdp2", "trainer", 1, "keep", checkpointing="fsdp"),
+    Run("qwen3", 2, "zero1", "trainer", 1, "refetch"),
+    Run("llama", 2, "zero2", "trainer", 1, "refetch"),
+    Run("llama", 2, "zero3", "trainer", 3, "refetch"),
+    Run("qwen3", 2, "fsdp1", "trainer", 1, "refetch"),
+    Run("qwen3", 2, "fsdp2", "trainer", 1, "refetch", checkpointing="non-reentrant", lora=True),
     Run("llama", 2, "zero2", "trainer", 1, checkpointing="offloaded, tiles"),
     Run("qwen3", 2, "ddp", "trainer", 1, checkpointing="offloaded, tiles", lora=True),
 ]
@@ -57,7 +60,7 @@ def reference_of(run: Run, references: References) -> Curve:
     return references.once((run.model, *how), lambda: train_reference(references.initial_models[run.model], *how))
 
 
-@pytest.mark.parametrize("run", RUNS, ids=name)
+@pytest.mark.parametrize("run", [*RUNS, *(MORE_RUNS if is_thorough() else ())], ids=name)
 def test_losses_follow_one_process_sdpa(
     run: Run, references: References, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

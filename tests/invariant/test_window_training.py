@@ -9,20 +9,18 @@ import pytest
 from support.checkpointing import LAYER_CALLS
 from support.ranks import run_ranks
 from support.thorough import is_thorough
-from support.training import MANY_STEPS, STEPS, References, Run, assert_same_curve, train, train_reference
+from support.training import MANY_STEPS, References, Run, assert_same_curve, train, train_reference
 
 
-LONG_STEPS = MANY_STEPS if is_thorough() else STEPS
 # Attention servers, which take no part in layers with windows, and the training.
 RUNS = [
     (0, Run("gemma3", 2, "fsdp2", "trainer", 1, checkpointing="non-reentrant")),
-    (0, Run("gemma3", 2, "zero3", "trainer", 3, "refetch", checkpointing="reentrant")),
     (0, Run("gemma3", 3, "ddp", "plain", 1, "keep")),
-    (0, Run("gemma3", 2, "ddp", "trainer", 1, checkpointing="selective")),
-    (1, Run("gemma3", 2, "ddp", "plain", 1)),
-    (0, Run("gpt_oss", 2, "fsdp2", "trainer", 1, checkpointing="non-reentrant", steps=LONG_STEPS)),
     (0, Run("gpt_oss", 2, "zero3", "trainer", 1, "refetch")),
     (1, Run("gpt_oss", 2, "ddp", "plain", 3)),
+]
+THOROUGH_RUNS = [
+    (0, Run("gpt_oss", 2, "fsdp2", "trainer", 1, checkpointing="non-reentrant", steps=MANY_STEPS)),
 ]
 
 
@@ -32,7 +30,7 @@ def name(value: int | Run) -> str:
     return "-".join(filter(None, (value.model, value.wrap, value.loop, value.checkpointing)))
 
 
-@pytest.mark.parametrize(("servers", "run"), RUNS, ids=name)
+@pytest.mark.parametrize(("servers", "run"), [*RUNS, *(THOROUGH_RUNS if is_thorough() else ())], ids=name)
 def test_losses_follow_one_process(
     servers: int, run: Run, references: References, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

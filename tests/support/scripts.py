@@ -1,6 +1,7 @@
 """Scripts of the repository on ranks that a fork server starts, for tests of the script and not of its launcher: a
 launched process imports for seconds what these have imported already."""
 
+import multiprocessing
 import os
 import runpy
 import sys
@@ -60,6 +61,7 @@ def run_script(
 def _run(folder: Path, words: list[str], environment: dict[str, str], nodes: int) -> None:
     """Runs the script with this rank's group, or without one on a rank that is alone."""
     os.chdir(folder)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start processes
     if nodes > 1:
         ranks_per_node = dist.get_world_size() // nodes
         os.environ.update(

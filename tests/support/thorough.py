@@ -1,4 +1,4 @@
-"""Whether tests run every combination of their cases (`--thorough`), or enough of them to have all pairs."""
+"""Whether tests run every combination of their cases (`--thorough`), or enough of them to have every case."""
 
 import os
 

@@ -10,6 +10,7 @@ Otherwise its attention could not be told from the decoder's, and the model is r
 import ast
 import builtins
 import inspect
+import sys
 import textwrap
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -85,9 +86,14 @@ def text_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     if decoder is model:
         return dict(model.named_modules())
     inside = {*decoder.modules(), *(() if head is None else head.modules())}
-    return {
-        name: module for name, module in model.named_modules() if module in inside or decoder in set(module.modules())
-    }
+    around: dict[nn.Module, bool] = {decoder: True}
+
+    def holds_decoder(module: nn.Module) -> bool:
+        if module not in around:
+            around[module] = any([holds_decoder(part) for part in module.children()])
+        return around[module]
+
+    return {name: module for name, module in model.named_modules() if module in inside or holds_decoder(module)}
 
 
 def weights_outside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -138,9 +144,39 @@ def source_of(part: Function | type) -> str:
     """Returns the source of a function, without its decorators, or of a class; empty if there is none."""
     try:
         with PARSING:
-            return inspect.getsource(inspect.unwrap(part)) if part is not None else ""
+            source = _source_in_module(part) if isinstance(part, type) else ""
+            return source or (inspect.getsource(inspect.unwrap(part)) if part is not None else "")
     except (OSError, TypeError):
         return ""
+
+
+def _source_in_module(part: type) -> str:
+    """Returns the source of a class if that of its module has it; otherwise empty, as in a notebook."""
+    try:
+        return _classes_of(inspect.getsource(sys.modules[part.__module__])).get(part.__qualname__, "")
+    except (KeyError, OSError, SyntaxError, TypeError):
+        return ""
+
+
+@lru_cache(maxsize=16)
+def _classes_of(source: str) -> dict[str, str]:
+    """Returns the source of every class in a module's source, by qualified name. Python's own look-up parses the whole
+    module once for each class."""
+    lines, found = source.split("\n"), dict[str, str]()
+
+    def visit(parent: ast.AST, prefix: str) -> None:
+        for node in ast.iter_child_nodes(parent):
+            inside = prefix
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(prefix + node.name, "\n".join(lines[node.lineno - 1 : node.end_lineno]))
+                inside = f"{prefix}{node.name}."
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = f"{prefix}{node.name}.<locals>."
+            if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):  # no expression holds a class
+                visit(node, inside)
+
+    visit(ast.parse(source), "")
+    return found
 
 
 @lru_cache(maxsize=256)
