@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from distca_hf.runtime.regions import REMEDY, check_call, runs_of
+from distca_hf.torch_private import hidden_from_dynamo
 
 
 # Torch rounds pinned memory up to a power of two. Pieces of this size waste hardly any.
@@ -123,13 +124,19 @@ class OffloadedLayers:
     def run(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Runs a checkpointed module in forward. `function` is like `torch.utils.checkpoint.checkpoint`, not
         reentrant."""
+        region = self._begin()
+        # The module's inputs are all that it saves outside its checkpoint.
+        with saved_tensors_hooks(region.save_input, region.take_input):
+            return function(*args, **kwargs, context_fn=lambda: runs_of(region))
+
+    @hidden_from_dynamo  # torch 2.11 compiles weak references to what they refer to
+    def _begin(self) -> "HostRegion":
+        """Returns the region of the next module in forward."""
         self.settle()
         region = HostRegion(self)
         self._regions = [known for known in self._regions if known() is not None]  # others have run backward
         self._regions.append(weakref.ref(region))
-        # The module's inputs are all that it saves outside its checkpoint.
-        with saved_tensors_hooks(region.save_input, region.take_input):
-            return function(*args, **kwargs, context_fn=lambda: runs_of(region))
+        return region
 
     def send(self, x: torch.Tensor) -> OnHost:
         """Starts to copy a tensor to the host. It stays on the device until the next module runs."""

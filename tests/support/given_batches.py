@@ -35,7 +35,8 @@ def in_double() -> Iterator[None]:
     usual = torch.Tensor.to
 
     def to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return usual(x, *args, **kwargs) if x.dtype != torch.float64 or torch.float32 not in args else x
+        is_rounded = x.dtype == torch.float64 and torch.float32 in (*args, kwargs.get("dtype"))
+        return x if is_rounded else usual(x, *args, **kwargs)
 
     def softmax(x: torch.Tensor, dim: int = -1, **_: Any) -> torch.Tensor:
         return torch.softmax(x, dim)

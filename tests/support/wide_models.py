@@ -3,6 +3,7 @@ on cut documents can be told from rounding."""
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from functools import cache
@@ -129,7 +130,7 @@ def wide_module(model_type: str) -> ModuleType:
     assert found is not None
     assert found.origin is not None
     wide = re.sub(r"torch\.float(32)?\b", "torch.float64", Path(found.origin).read_text())
-    copied = Path(_folder().name, f"wide_{model_type}.py")
+    copied = Path(_folder().name, f"wide_{model_type}_{os.getpid()}.py")  # forked ranks have one folder
     copied.write_text(wide.replace(".float()", ".double()"))
     spec = importlib.util.spec_from_file_location(f"{package}.wide_{model_type}", copied)
     assert spec is not None
