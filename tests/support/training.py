@@ -256,16 +256,14 @@ def curve_of(trainer: Any) -> Curve:
     )
 
 
-def assert_same_curve(
-    curve: Curve, expected: Curve, record_property: Callable[[str, object], None], norms: float = 1e-4
-) -> None:
-    """Loss and gradient norm of every step are those of the reference, norms up to a relative difference."""
+def assert_same_curve(curve: Curve, expected: Curve, record_property: Callable[[str, object], None]) -> None:
+    """Loss and gradient norm of every step are those of the reference."""
     differences = [loss - reference for loss, reference in zip(curve.losses, expected.losses, strict=True)]
     largest, drift = max(map(abs, differences)), abs(sum(differences) / len(differences))
     record_property("largest loss difference, drift", f"{largest:.1e}, {drift:.1e}")
     assert largest <= 1e-5, differences
     assert drift <= 1e-6, drift
-    np.testing.assert_allclose(curve.gradient_norms, expected.gradient_norms, rtol=norms)
+    np.testing.assert_allclose(curve.gradient_norms, expected.gradient_norms, rtol=1e-4)
 
 
 def _plugin(run: Run) -> Any:
