@@ -77,9 +77,8 @@ model() {
 search() {
     local name=$1
     shift
-    # shellcheck disable=SC2086 # several options
     PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/benchmarks/longest_context.py \
-        --liger --out "$out/$name.json" "$@" ${LONGEST:-}
+        --liger --out "$out/$name.json" "$@"
 }
 
 run_part() {
@@ -147,9 +146,11 @@ run_part() {
         ;;
     longest)
         echo "== longest"
-        search longest-short --attended-tokens 4096
+        # shellcheck disable=SC2086 # several options
+        search longest-short --attended-tokens 4096 ${LONGEST:-}
         found=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["longest_tokens_per_rank"])' "$out/longest-short.json")
-        search longest --first-tokens "$found" --most-tokens "$found"
+        # shellcheck disable=SC2086 # several options
+        search longest ${LONGEST:-} --attended-tokens 0 --first-tokens "$found" --most-tokens "$found"
         ;;
     servers)
         echo "== servers"

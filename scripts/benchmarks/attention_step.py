@@ -37,7 +37,8 @@ Batches of `given` are planned during the step before, as with Trainer. With `--
 in this proportion, as batches of unpacked rows do.
 
 With attention servers (`lib/served.py`) the last processes serve, and the others train. `ideal` is the trainers'
-linear work then, and of attention the share of one of all processes. The script exits with 1 if a server was lost.
+linear work then, and of attention the share of one of all processes. Tokens per GPU and MFU are of all GPUs, also in
+`alone`, which leaves servers idle. The script exits with 1 if a server was lost.
 """
 
 import argparse
@@ -99,6 +100,9 @@ def parse() -> argparse.Namespace:
         options.modes = options.modes or with_servers
         if not {*options.modes} <= {*with_servers}:
             parser.error(f"with attention servers there are the modes {', '.join(with_servers)}")
+        for name in ("tp_size", "ep_size", "dp_replicate_size", "share_tokens", "cluster"):
+            if vars(options)[name] != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')} is for steps without attention servers")
     elif not served.MODES.keys().isdisjoint(options.modes or ()):
         parser.error("no attention server was launched: start it with distca_hf.run --attention-servers")
     if options.dp_replicate_size > 1 and not options.fsdp:
@@ -177,7 +181,7 @@ def measure_documents(
     modes = [connection.build(name, place, tokens) for name in options.modes]
     measured = runner.run(modes, options.warmup, options.rounds)
     if dist.get_rank() == 0:
-        load = load_of(options, place.shape, num_ranks, device)
+        load = load_of(options, place.shape, num_ranks, device, place.servers)
         figures = figures_of(measured, errors, load)
         parts = [f"the part of one rank of {num_ranks}"] * bool(options.share_tokens)
         parts += [f"{num_ranks} trainers + {place.servers} servers"] * bool(place.servers)

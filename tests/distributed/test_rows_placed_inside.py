@@ -297,7 +297,6 @@ def test_gradients_are_those_of_data_parallelism(
 
 
 # Seeds of random batches for each number of ranks, with every kind of model and what may be frozen.
-# `scripts/faults/random_batches.py` trains on 200 for each.
 DRAWS = {2: (0, 6, 7, 11, 13, 15), 3: (17, 20), 4: (23, 24)}
 
 

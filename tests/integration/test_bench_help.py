@@ -1,11 +1,74 @@
 """What benchmark programs say of themselves: every mode has a line in `--help`, from the table that builds it."""
 
+import argparse
+import re
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import chain
 from types import ModuleType
+from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
+
+from support.commands import REPOSITORY
+
+
+PROGRAMS = REPOSITORY / "scripts" / "benchmarks"
+# Functions of all_gpus.sh, and the program that each launches.
+LAUNCHING = {"step": "attention_step", "grid": "attention_step", "model": "model_step", "search": "longest_context"}
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Programs that pages and all_gpus.sh start, and the words of a line after each."""
+    for page in [*(REPOSITORY / "docs").rglob("*.md"), PROGRAMS / "README.md", PROGRAMS / "all_gpus.sh"]:
+        text = page.read_text().replace("\\\n", " ")
+        for function, program in LAUNCHING.items() if page.suffix == ".sh" else ():
+            text = re.sub(rf"^( +(?:[\w-]+\) )?){function} ", rf"\1{program}.py ", text, flags=re.MULTILINE)
+        for name, command in re.findall(r'^(\w+)="(.* scripts/benchmarks/.*)"$', text, re.MULTILINE):
+            text = text.replace(f"${name} ", f"{command} ")
+        if page.suffix == ".md":
+            text = re.sub(r"`[^`]+`", lambda span: f"{span[0].replace(chr(10), ' ')}\n", re.sub("```", "", text))
+        for line in text.splitlines():
+            for program, words in re.findall(r"\b(\w+)\.py((?:(?!\.py| # ).)*)", line):
+                if (PROGRAMS / f"{program}.py").is_file():
+                    yield program, words
+
+
+class Asked(Exception):
+    """A program asks for its options."""
+
+
+def parser_of(script: Callable[[str], ModuleType], program: str) -> argparse.ArgumentParser:
+    """The parser of a program, which goes no further."""
+    asked: list[argparse.ArgumentParser] = []
+
+    def parse_args(parser: argparse.ArgumentParser) -> NoReturn:
+        asked.append(parser)
+        raise Asked
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args), pytest.raises(Asked):
+        script(program).main()
+    return asked[0]
+
+
+def test_options_and_modes_on_pages_are_there(script: Callable[[str], ModuleType]) -> None:
+    lines = defaultdict(list)
+    for program, words in commands():
+        if "--" in words:
+            lines[program].append(words)
+
+    assert len(lines) > 10
+    assert len([*chain(*lines.values())]) > 40
+    for program, of_program in lines.items():
+        parser = parser_of(script, program)
+        known = re.findall(r"^  ([\w-]+)", parser.format_help().partition("\nmodes:\n")[2], re.MULTILINE)
+        for words in of_program:
+            assert {*re.findall(r"--[a-z][a-z-]*", words)} <= parser._option_string_actions.keys(), (program, words)
+            for modes in re.findall(r"--modes \"?([\w,-]+)", words):
+                assert {*modes.split(",")} <= {*known}, (program, words)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 import importlib
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,7 +34,7 @@ def test_a_step_is_timed_beside_a_server_and_without(
     tmp_path: Path, trainers: int, documents: str, checkpointing: str
 ) -> None:
     printed, facts = measure(tmp_path, trainers, documents, "--checkpointing", checkpointing)
-    modes = facts["modes"]
+    modes, load = facts["modes"], facts["load"]
 
     assert f"{trainers} trainers + 1 servers" in printed
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("| ")] == ["mode", *MODES]
@@ -42,6 +45,12 @@ def test_a_step_is_timed_beside_a_server_and_without(
     assert modes["served"]["exchanged_bytes"] > 0
     assert (modes["alone"]["exchanged_bytes"] > 0) == (trainers > 1)
     assert re.search(r"^alone ÷ served \d\.\d{3}; parts of attention", printed, re.MULTILINE)
+    # Of all GPUs: a server computes a part of the flops, and has no tokens.
+    lengths = [256] + [64] * 4 if trainers == 1 else [192] + [24] * 8
+    assert load["tokens"] * trainers == sum(lengths)
+    served = modes["served"]
+    per_second = served["tokens_per_second"] * served["step_seconds"]
+    assert per_second == pytest.approx(sum(lengths) / (trainers + 1))
     found = re.search(r"those of servers last: ([\d., ]+); speeds", facts["plan"])
     assert found is not None
     assert [float(part) for part in found[1].split(", ")] == pytest.approx(
@@ -52,6 +61,21 @@ def test_a_step_is_timed_beside_a_server_and_without(
 def test_servers_have_to_be_launched(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no attention server was launched"):
         run_script(2, tmp_path, ["scripts/benchmarks/attention_step.py", "--device", "cpu", "--modes", "served"])
+
+
+@pytest.mark.parametrize("option", ["--tp-size 2", "--dp-replicate-size 2", "--share-tokens 64", "--cluster h100"])
+def test_options_of_other_steps_are_refused(
+    script: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+) -> None:
+    monkeypatch.setenv("DISTCA_LAUNCHED_SERVERS", "1")
+    monkeypatch.setattr(sys, "argv", ["attention_step.py", "--device", "cpu", *option.split()])
+    with pytest.raises(SystemExit):
+        script("attention_step").parse()
+
+    assert f"{option.split()[0]} is for steps without attention servers" in capsys.readouterr().err
 
 
 def test_trainers_share_the_rows_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:

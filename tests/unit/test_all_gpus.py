@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -20,11 +21,13 @@ LAUNCHER = """#!/usr/bin/env bash
 echo "line: $(basename "$0") $*"
 [[ -z $FAILING || $* != *"$FAILING"* ]]
 """
+# Short code finds no package, and a length in a file.
+INTERPRETER = LAUNCHER.replace("\n", "\nif [[ $1 == -c ]]; then [[ $2 != *json* ]] || echo 98304; exit; fi\n", 1)
 
 
 def launch(folder: Path, gpus: int, *parts: str, failing: str = "") -> subprocess.CompletedProcess[str]:
     """The script on so many GPUs; lines that it would launch are printed, and fail where they have these words."""
-    for name, text in (("nvidia-smi", GPUS), ("torchrun", LAUNCHER), ("python", LAUNCHER)):
+    for name, text in (("nvidia-smi", GPUS), ("torchrun", LAUNCHER), ("python", INTERPRETER)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "GPUS": str(gpus), "FAILING": failing}
@@ -136,6 +139,22 @@ def test_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
     for line in lines:
         assert re.findall(r"--rounds (\S+)", line)[-1] == "7"
         assert ("--liger" in line) == (part == "weak")
+
+
+def test_the_length_of_short_attention_is_tried_with_whole_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever options the first search got: the second one begins and ends at its length."""
+    monkeypatch.setenv("LONGEST", "--minutes 9 --first-tokens 32768 --attended-tokens 8192")
+    short, whole = ([*pairwise(words)] for words in map(str.split, lines_of(tmp_path, 4, "longest")))
+
+    for pairs, limits in (
+        (short, {"--attended-tokens": "8192", "--first-tokens": "32768"}),
+        (whole, {"--attended-tokens": "0", "--first-tokens": "98304", "--most-tokens": "98304"}),
+    ):
+        last = dict(pairs)
+        assert {"--minutes": "9", **limits}.items() <= last.items()
+    assert dict(short)["--out"] != dict(whole)["--out"]
 
 
 @pytest.mark.parametrize("failing", ["", ".py"])

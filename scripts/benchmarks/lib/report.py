@@ -24,11 +24,11 @@ class Load:
     """The load of a step on each rank."""
 
     tokens: int  # tokens of one rank
-    # Flops of one rank, nothing counted twice: linear work and attention forward, and twice as much backward.
+    # Flops of one GPU, nothing counted twice: linear work and attention forward, and twice as much backward.
     model_flops: float
     pairs: tuple[float, ...]  # attended pairs of one rank on average, in all layers of each kind
     peak_flops: float | None  # flops per second of the device; None if not known
-    tensor_ranks: int = 1  # GPUs that hold the same tokens, and divide the flops of these
+    gpus: float = 1.0  # GPUs for each rank of tokens: tensor ranks, which divide the flops of these, and servers
 
 
 @dataclass
@@ -59,17 +59,18 @@ def equal_losses(losses: Sequence[float], dtype: torch.dtype) -> bool:
     return all(abs(loss - losses[0]) <= LARGEST_LOSS_DIFFERENCE[dtype] * abs(losses[0]) for loss in losses)
 
 
-def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: torch.device) -> Load:
-    """Returns the load of a step on one of so many data ranks, which share the documents of `lengths`."""
+def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: torch.device, servers: int = 0) -> Load:
+    """Returns the load of a step on one of so many data ranks, which share the documents of `lengths`. GPUs of
+    attention servers count, too, also in a mode that leaves them idle."""
     tokens = sum(options.lengths) / num_ranks
     pairs = tuple(pairs / num_ranks for pairs in shape.pairs(options.lengths))
     linear = tokens * shape.linear_flops
     return Load(
         tokens=int(tokens),
-        model_flops=3 * (linear + shape.attention_flops(pairs)),
+        model_flops=3 * (linear + shape.attention_flops(pairs)) * num_ranks / (num_ranks + servers),
         pairs=pairs,
         peak_flops=peak_flops(device),
-        tensor_ranks=options.tp_size,
+        gpus=options.tp_size * (num_ranks + servers) / num_ranks,
     )
 
 
@@ -79,7 +80,7 @@ def rates_of(mode: Measured, load: Load) -> dict[str, Any]:
     return {
         **asdict(mode),
         "step_seconds": mode.step_seconds,
-        "tokens_per_second": load.tokens / load.tensor_ranks / mode.step_seconds,
+        "tokens_per_second": load.tokens / load.gpus / mode.step_seconds,
         "utilisation": load.model_flops / mode.step_seconds / load.peak_flops if load.peak_flops else None,
     }
 
