@@ -28,7 +28,7 @@ from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, O
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan import plan_in_place
+from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
@@ -88,8 +88,15 @@ def explain(
             f"{tokens:,} tokens x {kv_heads:,} KV heads are too many to follow: at most {MOST_NAMES:,}. Give fewer "
             "or shorter documents"
         )
-    layout = place(document_tokens, num_ranks, head_groups=head_groups)
-    plan = plan_in_place(layout, head_groups)
+    plan = plan_in_place(place(document_tokens, num_ranks, head_groups=head_groups), head_groups)
+    return explain_plan(plan, mask, kv_heads, num_chunks, refetches)
+
+
+def explain_plan(
+    plan: Plan, mask: Mask = CAUSAL_MASK, kv_heads: int = 8, num_chunks: int = 1, refetches: bool = False
+) -> list[Explained]:
+    """Returns what each rank does in one layer with this mask. `plan`: of the full layers. Others as in `explain`."""
+    layout = plan.layout
     config = DistCAConfig(kernel="reference", kv_residency="refetch" if refetches else "keep")
     spec = AttentionSpec(1.0, window_tokens=mask.window_tokens or 0, chunked=mask.chunked)
 
@@ -113,7 +120,7 @@ def explain(
         holds = f"{int(layout.rank_tokens[rank]):,} tokens: {_shortened(segments)}"
         return Explained(holds, forward, notes.take())
 
-    return run_ranks(num_ranks, run)
+    return run_ranks(layout.num_ranks, run)
 
 
 def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, *of_layer: Any) -> str:

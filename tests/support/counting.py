@@ -1,4 +1,4 @@
-"""A kernel that counts what it is asked to compute."""
+"""A kernel that counts what it is asked to compute, and checks what only kernels of GPUs read."""
 
 import numpy as np
 import torch
@@ -27,6 +27,12 @@ class CountingKernel:
 def attended_pairs(spans: Spans, spec: AttentionSpec) -> int:
     """Attended pairs of a call, one KV head: query i of n sees all keys of its task, under a causal mask but the last
     n - 1 - i, and under a window none before the last of them and the number of the window."""
+    for offsets, on_device, longest in (
+        (spans.queries, spans.cu_seqlens_q, spans.max_seqlen_q),
+        (spans.keys, spans.cu_seqlens_k, spans.max_seqlen_k),
+    ):
+        assert longest == np.diff(offsets).max(initial=0), "kernels of GPUs leave out rows beyond the longest task's"
+        assert on_device.data_ptr() % 16 == 0, "FlashAttention 4 copies these offsets in each layer"
     pairs = 0
     for queries, keys in zip(np.diff(spans.queries).tolist(), np.diff(spans.keys).tolist(), strict=True):
         for place in range(keys - queries, keys):

@@ -161,15 +161,20 @@ def _source_in_module(part: type) -> str:
 @lru_cache(maxsize=16)
 def _classes_of(source: str) -> dict[str, str]:
     """Returns the source of every class in a module's source, by qualified name. Python's own look-up parses the whole
-    module once for each class."""
+    module once for each class.
+
+    If a module defines a class several times, as for several versions of a package, it has the source of all: which of
+    them is in use cannot be told from their name.
+    """
     lines, found = source.split("\n"), dict[str, str]()
 
     def visit(parent: ast.AST, prefix: str) -> None:
         for node in ast.iter_child_nodes(parent):
             inside = prefix
             if isinstance(node, ast.ClassDef):
-                found.setdefault(prefix + node.name, "\n".join(lines[node.lineno - 1 : node.end_lineno]))
-                inside = f"{prefix}{node.name}."
+                name, text = prefix + node.name, "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                found[name] = f"{found[name]}\n{text}" if name in found else text
+                inside = f"{name}."
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 inside = f"{prefix}{node.name}.<locals>."
             if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):  # no expression holds a class

@@ -14,7 +14,7 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_pro
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import simulation as run
 from distca_hf.analysis.simulate import ways
-from distca_hf.analysis.simulate.costs import Costs, Passes
+from distca_hf.analysis.simulate.costs import Costs, Passes, Tiles
 from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, ours, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import make_result
@@ -156,6 +156,20 @@ def test_layers_with_windows_exchange_the_keys_before_each_part() -> None:
     assert attention.sent_backward == pytest.approx(seconds)
     whole = costs.attention(np.full(2, 40_000), array(0, 40_000), Mask(1024))
     assert attention.forward == pytest.approx(whole.forward, rel=0.05)
+
+
+def test_tiles_of_a_cut_document_by_hand() -> None:
+    """Rank 0 holds tokens 0 to 5, rank 1 tokens 6 to 9 of one document."""
+    layout = Layout.from_segments([10], [[(0, 0, 6)], [(0, 6, 10)]])
+    full, window = Tiles.of(plan_in_place(layout)), Tiles.of(plan_in_place(layout), Mask(3))
+
+    columns = [(x.rank.tolist(), x.queries.tolist(), x.keys.tolist(), x.pairs.tolist()) for x in (full, window)]
+    assert columns[0] == ([0, 1, 1], [6, 4, 4], [0, 0, 6], [21, 10, 24])
+    # A query attends itself and the two tokens before: the first two queries of rank 1 attend keys of rank 0.
+    assert columns[1] == ([0, 1, 1], [6, 4, 4], [0, 0, 2], [15, 9, 3])
+    assert full.waits.tolist() == window.waits.tolist() == [False, False, True]
+    moved = Tiles.of(plan_by_moving(Layout.from_packs([[90], []]), 8))
+    assert moved.waits.tolist() == [bool(rank) or keys > 0 for rank, keys in zip(moved.rank, moved.keys, strict=True)]
 
 
 def test_a_task_is_a_square_and_a_prefix() -> None:

@@ -269,6 +269,16 @@ def test_gradients_of_gradients_are_refused() -> None:
         dx.sum().backward()
 
 
+def test_weights_changed_before_backward_are_an_error() -> None:
+    model, tokens = tiled(llama()), torch.arange(TOKENS)[None]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+
+    with pytest.raises(RuntimeError, match="weights of LlamaMLP, which runs in tiles, were changed"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("shape", [(40, 32), (2, 20, 32), (1, 2, 20, 32)])
 def test_tokens_may_have_any_shape(shape: tuple[int, ...]) -> None:
     mlp = llama().model.layers[0].mlp

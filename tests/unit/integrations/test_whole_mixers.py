@@ -1,7 +1,9 @@
 """Mixers that keep documents whole: what they are called with, and what the log says of versions."""
 
+import importlib
 import importlib.metadata
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import distca_hf
 from distca_hf.integrations.models import mixers
 from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.mixer_calls import KEYWORD, Apart
+from distca_hf.integrations.models.structure import source_of
 from support.log_lines import KeptLines
 from support.models import tiny_model
 
@@ -30,6 +33,28 @@ def test_documents_that_have_a_row_each_are_not_numbered() -> None:
     mixed = apart(torch.ones(1, 5, 1), seq_idx=torch.tensor([[0, 0, 0, 1, 1]]), **{KEYWORD: rows})
 
     assert mixed.flatten().tolist() == [1, 2, 3, 1, 2]
+
+
+TWICE = """
+try:
+    import a_package_that_nobody_has
+except ImportError:
+    class Part: first = "without"
+else:
+    class Part: conv_state = "with"
+"""
+
+
+def test_a_class_that_a_module_defines_twice_has_the_source_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a state that one of them carries would be missed."""
+    (tmp_path / "defined_twice.py").write_text(TWICE)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = source_of(importlib.import_module("defined_twice").Part)
+
+    assert source.count("class Part") == 2
+    assert mixers.STATE.search(source)
 
 
 @pytest.mark.parametrize(("version", "says"), [("5.14.1", True), (mixers.LOWEST_STATES + ".0", False)])

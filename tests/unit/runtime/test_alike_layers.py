@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
+from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Room, Spans
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -38,6 +39,30 @@ def alone(rows: int = 5) -> LivePlan:
     """A plan of one rank with two documents, and padding if there are more rows."""
     layout = Layout.from_segments([3, 2], [[(0, 0, 3), (1, 0, 2)]], [rows])
     return live_plan(layout, LocalTransport(), DistCAConfig(kernel="reference"))
+
+
+class Looks:
+    """A kernel that notes where queries and keys of its calls lie, and whether it got room for results."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, bool]] = []
+
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        self.calls.append((inputs.q_TNH.data_ptr(), inputs.k_SGH.data_ptr(), room is not NEW))
+        out, lse = room.made(inputs)
+        return out.zero_(), lse.zero_()
+
+
+@pytest.mark.parametrize(("rows", "gets_room"), [(5, False), (8, True)], ids=["all rows", "padding"])
+def test_rows_are_read_where_they_lie_and_a_call_that_writes_all_makes_room_itself(rows: int, gets_room: bool) -> None:
+    """So no layer copies them."""
+    plan, kernel, (q, k, v) = alone(rows), Looks(), tensors(rows)
+    plan.lookup.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
+    out, lse, _ = attend(q, k, v, SPEC, plan)
+
+    assert kernel.calls == [(q.data_ptr(), k.data_ptr(), gets_room)]
+    assert (out.shape, lse.shape) == ((rows, HEADS, DIM), (rows, HEADS))
+    assert not out[5:].any()
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["in place", "queries move"])

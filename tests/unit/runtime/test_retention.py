@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,17 +11,19 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import distca_hf
-from distca_hf.comm.transport import LocalTransport
+from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.placement.place import place
-from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.retention import HeldLayers, Retention, kept_bytes, received_bytes
+from distca_hf.testing import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
 from support.models import tiny_model
 from support.parity import SPEC, live_plan
+from support.plans import NUM_RANKS, divided, placed, striped
 
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
@@ -139,6 +142,22 @@ def test_a_plan_may_be_used_for_inference_before_training() -> None:
 
     assert torch.equal(out, expected)
     assert inputs[0].grad is not None
+
+
+@pytest.mark.parametrize("make", [placed, divided, striped])
+def test_facts_say_what_the_rank_that_receives_most_keeps(make: Callable[[int], Plan]) -> None:
+    """All ranks decide by them, also one that receives nothing."""
+    for plan in map(make, range(4)):
+
+        def run(transport: Transport, plan: Plan = plan) -> tuple[int, int]:
+            config = DistCAConfig(kernel="reference", kv_residency="keep")
+            live = live_plan(plan.layout, transport, config, plan=plan)
+            held = tensors(int(plan.layout.rank_rows[transport.rank]))
+            _, _, *kept = flash_attn(*held, SPEC, live.handle)
+            return kept_bytes(live.facts, *held), sum(x.nbytes for x in kept)
+
+        told, kept = zip(*run_ranks(NUM_RANKS, run), strict=True)
+        assert {*told} == {max(kept)}
 
 
 # --- what waits for recomputation

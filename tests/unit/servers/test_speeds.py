@@ -165,6 +165,13 @@ def test_first_readings_count_for_nothing_and_later_ones_replace_each_other() ->
     assert estimates_of(*changed, (2.0, 0.25)).of([FIRST, SECOND]) == (2.0, 0.25)
 
 
+def test_small_changes_leave_plans_as_they_are() -> None:
+    steady = [(1.0, 0.5)] * 2
+    assert estimates_of(*steady, *[(1.0, 0.5 * (1 + LEAST_CHANGE / 2))] * READINGS).of([SECOND]) == (0.5,)
+    [larger] = estimates_of(*steady, *[(1.0, 0.5 * (1 + 4 * LEAST_CHANGE))] * READINGS).of([SECOND])
+    assert larger == pytest.approx(0.6, rel=LEAST_CHANGE)
+
+
 def test_a_process_that_has_just_come_begins_anew() -> None:
     found = estimates_of(*[(1.0, 0.5)] * 5)
     again = Member(1, 1)
