@@ -196,7 +196,7 @@ CASES = {
     "compiled": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, prepare=compiled),
     "sharded": Case([padded(PAIR), padded(GROUP)], 5 * PREFIX, loss=of_logits, wrap=sharded),
     "embeddings of the caller": Case([padded(PAIR), padded(GROUP)], 0, loss=with_embeddings),
-    "prompts too short": Case([padded(continuing(PROMPT[:15], 40, 5, seed=seed)) for seed in (100, 200, 300, 400)], 0),
+    "prompts too short": Case([padded(continuing(PROMPT[:15], 40, 5, seed=seed)) for seed in (100, 200, 300)], 0),
     "other kinds of tokens": Case(
         [padded(PAIR) | {"token_type_ids": torch.zeros(2, 183, dtype=torch.int64)}],
         0,
@@ -373,6 +373,8 @@ def test_one_rank_moves_no_rows_for_less_than_a_tenth_of_its_tokens() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_gradients_are_those_of_every_row_alone(world: int, tmp_path: Path) -> None:
     names = [name for name, case in CASES.items() if case.kind not in FAMILIES]
+    if world == 4:  # the last two ranks may have one batch, and then share all of it
+        names = [name for name in names if CASES[name].least_shared or CASES[name].says]
     trees = [name for name in names if "tree" in name]
     some = {2: [name for name in names if name not in ON_ONE_RANK], 3: [*trees, "packs", "sharded"], 4: trees}
     check(world, names if is_thorough() else some[world], tmp_path)
