@@ -173,8 +173,13 @@ def default_store() -> Store:
 
 
 def num_groups() -> int:
-    """Returns the number of process groups that this process is in; 0 if torch does not say."""
-    world = getattr(dist.distributed_c10d, "_world", None)
+    """Returns the number after which torch names the next process group that only some ranks open: of groups that this
+    process has opened, before torch 2.14 of groups that it is in. 0 if torch does not say."""
+    module = dist.distributed_c10d
+    world: Any = getattr(module, "_world", None)
+    named_by: Any = getattr(module, "_hash_ranks_to_str", num_groups)
+    if world is not None and "group_count" in named_by.__code__.co_names:
+        return int(world.group_count)
     return len(getattr(world, "pg_names", ()))
 
 

@@ -171,6 +171,9 @@ def test_losses_and_gradients_are_those_of_one_process(way: str, runs: Runs) -> 
         assert seen == dict.fromkeys(exact, 2), "each weight is on the two data ranks of one stage"
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__).release >= (2, 15), reason="torch 2.15 has room only for what is on its way"
+)
 @pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("zero bubble")])
 def test_torch_has_room_for_all_that_other_stages_send_in_a_step(way: str, runs: Runs) -> None:
     """As the estimate of memory says."""

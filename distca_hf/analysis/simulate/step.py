@@ -203,8 +203,8 @@ class StagedTraining:
 
 def rooms_for_hops(stage: int, pipeline: Pipeline, micro_batches: int) -> int:
     """Returns the number of hidden states and of their gradients for which a stage has room. From the first step on,
-    torch keeps room for everything that other stages send in a step (`args_recv_info` and `grad_recv_info` of
-    `torch.distributed.pipelining.PipelineStage`)."""
+    torch before 2.15 keeps room for everything that other stages send in a step (`args_recv_info` and `grad_recv_info`
+    of `torch.distributed.pipelining.PipelineStage`); later versions need no more."""
     return micro_batches * (2 * pipeline.chunks - (stage == 0) - (stage == pipeline.num_stages - 1))
 
 
