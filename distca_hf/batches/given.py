@@ -265,14 +265,9 @@ class GivenPlanner:
         spent_seconds = time.perf_counter() - began
         plan = partial(self._plan_incoming, prepare, copied, number, trains, device, extra_ranks, shown, spent_seconds)
         later = PlannedLater(longest_tokens, plan)
-        return LivePlan(
-            number,
-            later if extra_ranks is None else later.plan(),
-            self._transport if trains else among_trainers(self._transport),
-            self._config,
-            document_tokens=lengths,
-            also=self._step,
-        )
+        routed = later if extra_ranks is None else later.plan()
+        transport = self._transport if trains else among_trainers(self._transport)
+        return LivePlan(number, routed, transport, self._config, document_tokens=lengths, also=self._step)
 
     def _read_next(
         self, batch: Batch, number: int, unshared: Callable[[], str]
