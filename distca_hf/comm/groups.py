@@ -267,7 +267,7 @@ def _check_no_split(on_gpus: bool) -> None:
 
 def _meet(store: Store, members: Members, patience: timedelta) -> int:
     """Waits for all ranks, whose data may be ready at different times, and logs which ones are missing after a while.
-    A rank without distca_hf never comes. Returns the most process groups that any of the ranks is in."""
+    A rank without distca_hf never comes. Returns the largest `num_groups` of the ranks."""
     ranks, rank = members.group, members.grid.rank
     store = PrefixStore(f"distca_hf/groups/{'job' if members.are_the_job else '-'.join(map(str, ranks))}", store)
     turn = store.add(f"turns/{rank}", 1)
@@ -300,10 +300,10 @@ def _meet(store: Store, members: Members, patience: timedelta) -> int:
 
 
 def _padding(members: Members, most_groups: int) -> list[dist.ProcessGroup]:
-    """Opens groups of only this rank, until all ranks of a group that is not the whole job are in equally many.
+    """Opens groups of only this rank, until `num_groups` is equal on all ranks of a group that is not the whole job.
 
-    Torch names a group that only some ranks open by the number of groups that a rank is in. If these numbers differ,
-    ranks would wait for each other under different names.
+    Torch names a group that only some ranks open by this number. If it differs, ranks wait for each other under
+    different names.
     """
     only_this = [members.grid.rank]
     return [

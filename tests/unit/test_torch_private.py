@@ -194,6 +194,21 @@ def test_groups_of_this_process_are_unknown_without_their_name(
     assert torch_private.num_groups() == 0
 
 
+def test_ranks_compare_the_number_after_which_torch_names_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it has opened since torch 2.14, also if they are closed again."""
+
+    def hash_of(ranks: object) -> str:
+        return f"{ranks}_{dist.distributed_c10d._world.group_count}"
+
+    with one_rank(tmp_path):
+        monkeypatch.setattr(dist.distributed_c10d, "_hash_ranks_to_str", hash_of)
+        before = torch_private.num_groups()
+        dist.destroy_process_group(dist.new_group([0]))
+        assert torch_private.num_groups() == before + 1
+
+
 def test_a_first_hook_runs_before_those_that_were_there_and_is_numbered_so() -> None:
     module, ran = torch.nn.Linear(2, 2), list[str]()
     module.register_forward_hook(lambda *_: ran.append("before"))
