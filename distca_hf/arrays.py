@@ -147,11 +147,6 @@ class IndexRanges:
             np.concatenate([part.strides for part in parts]),
         )
 
-    @classmethod
-    def range(cls, start: int, stop: int) -> "IndexRanges":
-        """Makes one range of consecutive integers [start, stop)."""
-        return cls.of(np.array([start], dtype=np.int64), np.array([stop - start], dtype=np.int64))
-
     @cached_property
     def total(self) -> int:
         """Number of integers in all ranges."""
@@ -161,12 +156,6 @@ class IndexRanges:
     def before(self) -> IntArray:
         """`[ranges]` numbers before each range."""
         return exclusive_cumsum(self.lengths)
-
-    @property
-    def numbers(self) -> IntArray:
-        """`[total]` all integers, written out."""
-        within = ranges(0, self.lengths)
-        return np.repeat(self.starts, self.lengths) + within * np.repeat(self.strides, self.lengths)
 
     @property
     def counts_up(self) -> bool:

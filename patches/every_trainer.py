@@ -12,7 +12,7 @@ from distca_hf.patches import Patch
 def _apply() -> None:
     from transformers import Trainer
 
-    from distca_hf.integrations.trainer.every_trainer import INSTALLED, attaching, checking
+    from distca_hf.integrations.trainer.attach import INSTALLED, attaching, checking
 
     if not hasattr(Trainer.train, INSTALLED):
         Trainer.__init__ = checking(Trainer.__init__)
@@ -23,7 +23,7 @@ def _apply() -> None:
 def _revert() -> None:
     from transformers import Trainer
 
-    from distca_hf.integrations.trainer.every_trainer import INSTALLED
+    from distca_hf.integrations.trainer.attach import INSTALLED
 
     if hasattr(Trainer.train, INSTALLED):
         Trainer.__init__, Trainer.train = Trainer.__init__.__wrapped__, Trainer.train.__wrapped__

@@ -17,6 +17,7 @@ from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswe
 from distca_hf.analysis.epoch import StepReport, divide_batch, make_report, pack_epoch, plan_epoch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.groups import UNSHARED
+from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import USABLE_SHARE
 from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.profiles.cluster_profile import find_profile
@@ -59,7 +60,8 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         simulation_request(request)  # refuses what cannot be simulated before anything is read
     progress = tables.PlanProgress()
     with progress.shown():
-        documents = progress.read_lengths(options.lengths)
+        with progress.stage(f"reading {options.lengths.name}"):
+            documents = read_lengths(options.lengths)
         with progress.stage(f"packing {len(documents.tokens):,} documents"):
             if options.lengths_are_batch:
                 packed = divide_batch(documents.tokens, request)
@@ -164,6 +166,7 @@ def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
 def _figures(report: StepReport) -> RenderableType:
     table = tables.plain_table("")
     figures = report.figures
+    fewest, most = figures.tokens_min, figures.tokens_max
     states = "unknown" if figures.state_bytes_max_rank is None else tables.in_bytes(figures.state_bytes_max_rank)
     for name, value in (
         ("documents", f"{report.documents:,}"),
@@ -171,7 +174,7 @@ def _figures(report: StepReport) -> RenderableType:
         ("longest document", f"{report.longest_document_tokens:,} tokens"),
         ("imbalance, documents in order", f"{report.imbalance_before:.3f}"),
         ("imbalance, planned", f"{figures.imbalance:.4f}"),
-        ("tokens per rank", tables.in_range(figures.tokens_min, figures.tokens_max)),
+        ("tokens per rank", f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"),
         ("bytes per layer, forward: total", tables.in_bytes(figures.bytes_total)),
         ("  largest rank", tables.in_bytes(figures.bytes_max_rank)),
         ("  largest rank, between nodes", tables.in_bytes(figures.bytes_internode_max)),

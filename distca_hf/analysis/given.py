@@ -14,10 +14,12 @@ from rich.console import Console, RenderableType
 
 from distca_hf.analysis import tables
 from distca_hf.analysis.answer import steps_worth_it
+from distca_hf.analysis.decoder_size import GIB
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import RankLoad, advice
 from distca_hf.analysis.groups import Groups
+from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import Memory
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
@@ -27,7 +29,6 @@ from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.tables import counted
-from distca_hf.analysis.training_setup import GIB
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.cost import imbalance
@@ -324,7 +325,8 @@ def run_given(options: PlanOptions) -> None:
     )
     progress = tables.PlanProgress()
     with progress.shown():
-        rows = progress.read_lengths(options.lengths)
+        with progress.stage(f"reading {options.lengths.name}"):
+            rows = read_lengths(options.lengths)
         found = answer(request, rows.source, rows.tokens, profile, progress, rows.groups)
     if options.as_json:
         tables.print_json(found.as_json())

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -14,11 +13,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from distca_hf.analysis.decoder_size import GIB, Sharding
 from distca_hf.analysis.fit import Room
-from distca_hf.analysis.lengths import DocumentLengths, read_lengths
 from distca_hf.analysis.memory import SHARDING_NAMES, Memory, gradient_bytes
 from distca_hf.analysis.simulate.result import Result
-from distca_hf.analysis.training_setup import GIB, Sharding
 from distca_hf.arrays import IntArray
 from distca_hf.errors import printable
 
@@ -80,10 +78,6 @@ class PlanProgress:
 
         yield count
         self._progress.remove_task(task)
-
-    def read_lengths(self, path: Path) -> DocumentLengths:
-        with self.stage(f"reading {path.name}"):
-            return read_lengths(path)
 
     def over(self, label: str, items: Sequence[int]) -> Iterable[int]:
         with self.counting(label, len(items)) as count:
@@ -202,11 +196,6 @@ def in_bytes(number: int) -> str:
 def in_gib(number: float) -> str:
     """Returns bytes as GiB, without their unit."""
     return f"{number / GIB:,.1f}"
-
-
-def in_range(low: int, high: int) -> str:
-    """Returns both ends of a range, or one number if they are equal."""
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def accumulation(parameters: int, ranks: int, micro_steps: int) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from distca_hf.batches.batch_documents import Batch, media_of
+from distca_hf.batches.image_plans import are_even
 from distca_hf.batches.images import check_all_hold, may_move
 from distca_hf.batches.prepare import Prepared
 from distca_hf.batches.read_documents import ReadDocuments, checksum_of
@@ -28,8 +29,6 @@ from distca_hf.cost import imbalance
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError, PlanMismatchError, and_more
-from distca_hf.placement.images import are_even
-from distca_hf.runtime.moved_images import DTYPES as MEDIA_DTYPES
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
@@ -40,6 +39,8 @@ log = get_logger(__name__)
 PACKAGES = ("torch", "transformers", "accelerate")
 # Name of the number by which tensor ranks compare their batches.
 CHECKSUM = "checksum of tokens, labels and lengths"
+# Dtypes of pixels and of their features by their numbers in gathers; 0: a rank that has none.
+MEDIA_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def shared_facts(config: DistCAConfig) -> dict[str, object]:

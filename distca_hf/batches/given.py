@@ -237,7 +237,8 @@ class GivenPlanner:
             shares, has_one_label = self._least_tokens > 0 and not unshared(), shown.returning is not Returning.STATES
             shown_as = to_share(read, shares, has_one_label, self._least_tokens)
             if self._looks_for_unshared and shown_as is not read:
-                self._say_unshared(read, shown_as, unshared() or read.unshared)
+                why = unshared() or read.unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
+                self._said_unshared = say_unshared(read, shown_as, why, self._config.shared_prefix_tokens)
             return [shown_as]
 
         if planned is not None:
@@ -293,11 +294,6 @@ class GivenPlanner:
         passes 1, 2, 4, 8 and so on, which wait for it."""
         tokens, passes = self._config.shared_prefix_tokens, self._next_number
         return tokens > 0 and not self._said_unshared and passes & (passes - 1) == 0
-
-    def _say_unshared(self, read: ReadDocuments, shown_as: ReadDocuments, unshared: str) -> None:
-        """Logs once why documents that begin alike do not share their prefix."""
-        why = unshared or (EXTRA_RANKS if self._posting is not None else LEARNT)
-        self._said_unshared = say_unshared(read, shown_as, why, self._config.shared_prefix_tokens)
 
     def _prepare_gathered(
         self, wait: Callable[[], BatchDocuments], padded: PaddedRows | None, pin: bool, extra_ranks: ExtraRanks | None

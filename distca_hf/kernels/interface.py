@@ -99,6 +99,23 @@ def made_deterministic(spec: AttentionSpec) -> AttentionSpec:
     return spec._replace(deterministic=True)
 
 
+class CallTensors(NamedTuple):
+    """Dtypes of an attention call's queries, keys and values, and their heads with dimensions."""
+
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    heads: tuple[torch.Size, torch.Size, torch.Size]
+
+    @property
+    def dtypes_in_words(self) -> str:
+        """The dtypes as text; only one if all three are the same."""
+        return str(self.dtypes[0]) if len(set(self.dtypes)) == 1 else ", ".join(map(str, self.dtypes))
+
+    @property
+    def heads_in_words(self) -> str:
+        """Number and dimension of heads, as text."""
+        return ", ".join(f"{name} {tuple(heads)}" for name, heads in zip("qkv", self.heads, strict=True))
+
+
 @dataclass(frozen=True, eq=False)
 class Spans:
     """Tasks of one varlen call: task i has rows `queries[i]:queries[i + 1]` and key rows `keys[i]:keys[i + 1]`."""

@@ -22,6 +22,7 @@ import torch
 from distca_hf.errors import NotFiniteError, PlanError
 from distca_hf.kernels.interface import (
     AttentionSpec,
+    CallTensors,
     Inputs,
     accumulation_dtype,
     empty_gradients,
@@ -34,7 +35,6 @@ from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows, as_rows, attend_whole, rows_to_read
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.runtime.posted import AnnouncedCall
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries

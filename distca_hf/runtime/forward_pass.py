@@ -17,7 +17,7 @@ call. From then on each rank knows them, and refuses one of its layers that diff
 
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError, PlanMismatchError
-from distca_hf.runtime.pass_calls import CallTensors, PassCalls
+from distca_hf.kernels.interface import CallTensors
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.torch_private import backward_number
 from distca_hf.traces import PassPart
@@ -43,6 +43,16 @@ NO_STATE: Mapping[str, Mapping[str, object]] = {}
 
 # Facts of a pass that must be the same on all ranks; or what returns them, to be called when the device is busy.
 PassFacts = Mapping[str, object] | Callable[[], Mapping[str, object]]
+
+
+class PassCalls(NamedTuple):
+    """Attention calls of a forward pass, and exchanges of layers with a state, without recomputed ones."""
+
+    masks: list[Mask]
+    tensors: list[CallTensors]
+    # Layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents keeps the
+    # previous pass's.
+    states: list[str]
 
 
 class AlsoShown(Protocol):

@@ -26,9 +26,8 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import LayerLookup
-from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass, PassFacts
+from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass, PassCalls, PassFacts
 from distca_hf.runtime.layer_kinds import LayerKinds, Planned, PlannedLater
-from distca_hf.runtime.pass_calls import PassCalls
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.runtime.posted import Posted
 from distca_hf.runtime.retention import ONE_LAYER, PassLayers, Retention
@@ -256,11 +255,6 @@ class LivePlan:
     def retention(self, spec: AttentionSpec) -> Retention:
         """Returns the decisions about rows of layers that attend like this."""
         return self.kinds.of(self.kinds.spec(spec)).retention
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that this rank holds, padding included; rows here are tokens."""
-        return self.kinds.num_rows
 
     @property
     def attention_dtype(self) -> torch.dtype | None:

@@ -36,17 +36,16 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK
 from distca_hf.kernels.flash4 import Flash4Kernel
-from distca_hf.kernels.interface import AttentionSpec, Inputs, Kernel, Spans
+from distca_hf.kernels.interface import AttentionSpec, CallTensors, Inputs, Kernel, Spans
 from distca_hf.kernels.registry import kernel_name
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import on_device
-from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.forward_pass import ForwardPass, PassCalls
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.pass_calls import CallTensors, PassCalls
 from lib.baselines.operators import whole_call
 from lib.devices import of_all_ranks, synchronize
 from lib.options import add_kernel, on_all_ranks, read_documents
@@ -152,7 +151,7 @@ def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
     live = LivePlan(0, Planned(lambda: routings, None, mine.facts, plan.fingerprint), transport, config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
-        torch.randn(live.num_rows, heads, options.head_dim, device=device, dtype=dtype)
+        torch.randn(live.kinds.num_rows, heads, options.head_dim, device=device, dtype=dtype)
         for heads in (options.heads, options.kv_heads, options.kv_heads)
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
@@ -162,7 +161,8 @@ def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
         return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call
 
     # As of a pass before, so that later calls are not compared. The first call waits for the other ranks.
-    live.begin_forward_pass(None, {}, before=PassCalls([CAUSAL_MASK], [CallTensors.of(q, k, v)], []))
+    tensors = CallTensors((dtype,) * 3, (q.shape[1:], k.shape[1:], v.shape[1:]))
+    live.begin_forward_pass(None, {}, before=PassCalls([CAUSAL_MASK], [tensors], []))
     with torch.no_grad():
         attend()
     kernel = live.lookup.kernel(q, k, v, AttentionSpec(scale))

@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import distca_hf  # noqa: F401 (registers its attention)
 from distca_hf.integrations.models.carried_mixers import carried_forward, halo_tokens_of
-from distca_hf.integrations.models.document_rows import DocumentRows
+from distca_hf.integrations.models.mixer_calls import DocumentRows
 from distca_hf.integrations.models.mixers import mixers_of
 from lib.devices import synchronize
 from lib.documents import parse_documents, spelled_out

@@ -17,7 +17,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.integrations.finding import stated_lengths
-from distca_hf.integrations.models.document_rows import DocumentRows
+from distca_hf.integrations.models.mixer_calls import DocumentRows
 from distca_hf.integrations.models.mixers import mixers_of, needs_whole_documents
 from distca_hf.planning.fragments import Fragments
 from distca_hf.runtime.carried_states import After, SentSummaries

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.arrays import IntArray, offsets, ranges
+from distca_hf.batches.image_plans import ImageMoves, place_images
 from distca_hf.cost import imbalance
-from distca_hf.placement.images import place_images
-from distca_hf.planning.image_moves import ImageMoves
 
 
 def _exchange(rows: list[IntArray], sent: list[list[int]], received: list[list[int]]) -> list[IntArray]:

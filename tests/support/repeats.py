@@ -29,7 +29,7 @@ def equal_repeats(
         widths: query heads, KV heads, head dimension.
     """
     live = live_plan(layout, transport, config, device, plan, num_chunks)
-    tokens = live.num_rows
+    tokens = live.kinds.num_rows
     generator = torch.Generator().manual_seed(transport.rank)
     heads, kv_heads, dim = widths
     q, k, v, dout = (

@@ -28,7 +28,6 @@ from distca_hf.integrations.models.check import REMEDY, KernelNeed, PositionLimi
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers, layer_kinds, ranges
 from distca_hf.integrations.models.head_tiles import head_refusals
 from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.integrations.models.mlp_tiles import mlp_of
 from distca_hf.integrations.models.planner import share_of, shares_of_experts
 from distca_hf.integrations.models.structure import (
     IMPLEMENTATION,
@@ -37,6 +36,7 @@ from distca_hf.integrations.models.structure import (
     towers,
     weights_outside_text,
 )
+from distca_hf.integrations.models.tiles import mlp_of
 from distca_hf.kernels.registry import KERNELS, why_not
 
 

@@ -9,7 +9,6 @@ returns stored random numbers, and passes gradients on. So products, norms, rota
 training. Weights are local; FSDP's collectives are measured separately.
 """
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -173,11 +172,6 @@ class StoredOutput(torch.autograd.Function):
         dout_BNTH = douts_BTNH[0].transpose(1, 2)
         dkv = dout_BNTH[:, : ctx.kv_heads]
         return dout_BNTH, dkv, dkv, None
-
-
-def has_liger() -> bool:
-    """Returns whether Liger's kernels are installed."""
-    return importlib.util.find_spec("liger_kernel") is not None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
+from importlib.util import find_spec
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from distca_hf.analysis.profiles.cluster_profile import (
     Made,
 )
 from distca_hf.analysis.profiles.curves import Curve, Notes
-from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, TaskSize, has_liger
+from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, TaskSize
 from distca_hf.analysis.profiles.measure_links import FEWEST_CALLS, MeasuringRanks, on_own_stream
 from distca_hf.config import KernelName
 from distca_hf.version import __version__, installed_versions
@@ -184,7 +185,8 @@ class Measuring:
         links = self._link_steps
         attention = AttentionBench.choose(clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
         mine = self.grid.tasks[self.ranks.rank :: self.ranks.num_ranks]
-        kernels = (False, True) if has_liger() and self.ranks.device.type == "cuda" else (False,)
+        tries_liger = self.ranks.device.type == "cuda" and find_spec("liger_kernel") is not None
+        kernels = (False, True) if tries_liger else (False,)
         layers = [replace(layer, liger=liger) for layer in self.grid.layers for liger in kernels]
         progress = MeasuringProgress(self.ranks.rank == 0, len(mine) + len(layers) + 1 + len(links))
         bench = LayerBench(clock, dtype)

@@ -9,13 +9,14 @@ A mixer's own forward function runs once on all rows of a rank. Some of the func
     mamba_selective_scan                       `SelectiveScan`
     mamba2_split_conv1d_scan_combined          fuses the first one with a scan: runs if no document is cut
 
-Whole documents run in one call if the function knows packed rows, otherwise in batches (`runtime.buckets`).
+Whole documents run in one call if the function knows packed rows, otherwise in batches (`Buckets`).
 """
 
 import dis
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -266,6 +267,49 @@ def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramet
 
 def _holds_implementation(function: Callable[..., Any]) -> bool:
     return "implementation" in getattr(getattr(function, "__code__", None), "co_freevars", ())
+
+
+class CalledFunctions:
+    """The functions that mixers of one class call: their forward function, and what it finds in its module. Raises
+    UnsupportedAttentionError if someone has wrapped the forward function. Functions are replaced inside it, so the
+    wrapper would not run."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        self._class = type(mixer)
+        self._forward: Any = self._class.forward
+        function = inspect.unwrap(self._forward, stop=_is_foreign)
+        if _is_foreign(function):
+            raise UnsupportedAttentionError(
+                f"{self._class.__name__}.forward is wrapped by a function of {_module_of(function)}, which would not "
+                "run: states of cut documents travel inside the function of Transformers. Use hooks of the modules "
+                "(register_forward_pre_hook, register_forward_hook) in place of the wrapper"
+            )
+        self._names, self._of_module = function.__code__.co_names, function.__globals__
+        self._found = self._look()
+
+    def _look(self) -> list[object]:
+        return [*map(self._of_module.get, self._names)]
+
+    def has_changed(self) -> bool:
+        """Returns whether a function of the module has changed since the last call. Compares objects, in 2 µs for all
+        mixers of a class. Raises UnsupportedAttentionError if the forward function has changed."""
+        if self._class.forward is not self._forward:
+            raise UnsupportedAttentionError(
+                f"{self._class.__name__}.forward was replaced after distca_hf.enable, which replaces functions that "
+                "the old one calls. Replace it before enable and before plugin.dataloader(model=...), so that both "
+                "know whether states can travel through it"
+            )
+        before, self._found = self._found, self._look()
+        return not all(map(is_, before, self._found))
+
+
+def _module_of(function: Any) -> str:
+    """Returns the module that defines a function. Its `__module__` may be of another function, copied by `wraps`."""
+    return str(getattr(function, "__globals__", {}).get("__name__", type(function).__name__))
+
+
+def _is_foreign(function: Any) -> bool:
+    return not _module_of(function).startswith("transformers.")
 
 
 CONVOLUTION = "causal_conv1d_fn"

@@ -36,9 +36,8 @@ from distca_hf.integrations.models.structure import (
     weights_outside_text,
 )
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
-from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.forward_pass import ForwardPass, PassCalls
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_calls import PassCalls
 from distca_hf.runtime.retention import PassLayers, Regions
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import ddp_awaits_every_gradient

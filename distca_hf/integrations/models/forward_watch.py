@@ -44,8 +44,7 @@ from distca_hf.integrations.models.distributed_check import check_divided_heads,
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.head_tiles import TiledAttention
 from distca_hf.integrations.models.hooks import BackboneCalls, HiddenHook
-from distca_hf.integrations.models.mixers import MixerWatch
-from distca_hf.integrations.models.mlp_tiles import TiledMlp, tiled_mlps
+from distca_hf.integrations.models.mixer_calls import MixerWatch
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
 from distca_hf.integrations.models.sharing import Sharing, placeholders_of
@@ -58,7 +57,7 @@ from distca_hf.integrations.models.structure import (
     transformers_model,
     without_kinds_of_text,
 )
-from distca_hf.integrations.models.tiles import tile, untile
+from distca_hf.integrations.models.tiles import TiledMlp, tile, tiled_mlps, untile
 from distca_hf.integrations.models.tower_borders import TowerBorders
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import Members, ParallelContext

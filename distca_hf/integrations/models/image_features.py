@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.beginnings import IMAGES
+from distca_hf.batches.image_plans import ImageCost
 from distca_hf.batches.images import CHOICES, KNOWN, OUTPUTS, SIZES, PixelForm, PixelKind
 from distca_hf.integrations.models.sharing import OVER_ROWS
 from distca_hf.integrations.models.structure import (
@@ -29,8 +30,6 @@ from distca_hf.integrations.models.structure import (
     text_decoder,
     towers,
 )
-from distca_hf.placement.images import ImageCost
-from distca_hf.runtime.moved_images import FeatureForm, Features
 
 
 # Features that are moved.
@@ -169,6 +168,23 @@ def _cost(tower: PreTrainedModel, side: int) -> ImageCost:
         return ImageCost(4 * width * depth, matrices)
     in_window = 4 * width * (depth - len(whole)) * (window // side) ** 2
     return ImageCost(4 * width * len(whole), matrices + in_window)
+
+
+class FeatureForm(NamedTuple):
+    """Form of the features of images, the same on all ranks."""
+
+    is_stacked: bool  # whether they are one tensor `[images, ...]`, not one tensor for each image
+    deep_layers: int  # layers of the text decoder that add further features (DeepStack)
+    width: int
+    dtype: torch.dtype
+
+
+class Features(NamedTuple):
+    """Features that one rank has computed."""
+
+    rows: torch.Tensor  # `[tokens, (1 + deep_layers) * width]`
+    tokens: Sequence[int]  # number of rows of each unit
+    form: FeatureForm
 
 
 @dataclass

@@ -7,11 +7,13 @@
 
 A hook runs when the backbone begins. So all ranks, even without an image, run towers at the same point of a pass.
 Ranks gather sizes with lengths of documents, and numbers of features here. Two exchanges send pixels and features, and
-one sends gradients in backward. If the work of towers is even already, no pixels are sent, and forward computes them
-itself.
+one sends gradients in backward. Each rank takes part, whether or not it holds or computes an image. If the work of
+towers is even already, no pixels are sent, and forward computes them itself.
 """
 
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +22,26 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from distca_hf.arrays import IntArray
+from distca_hf.batches.agreement import MEDIA_DTYPES
 from distca_hf.batches.batch_documents import Batch, media_of, tokens_of
 from distca_hf.batches.beginnings import IMAGES, VIDEOS
-from distca_hf.batches.image_plans import ImagePlan, ImagePlanner, ShownImages
+from distca_hf.batches.image_plans import ImageMoves, ImagePlan, ImagePlanner, ShownImages
 from distca_hf.batches.images import OUTPUTS, PixelForm, check_all_hold, pixel_form
 from distca_hf.comm.agreement import NO_FACTS, Facts, labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Transport
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.hooks import Hook, Keywords
-from distca_hf.integrations.models.image_features import MovedFeatures, compute_features, towers_of
+from distca_hf.integrations.models.image_features import (
+    FeatureForm,
+    Features,
+    MovedFeatures,
+    compute_features,
+    towers_of,
+)
 from distca_hf.integrations.models.structure import backbone_of, names_by_position
-from distca_hf.runtime.buckets import to_device
+from distca_hf.runtime.device_fragments import to_device
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.moved_images import FeatureForm, RowsHome, show_features
 from distca_hf.runtime.posted import among_trainers
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import hidden_from_dynamo
@@ -112,7 +121,7 @@ class TowerBorders:
 
         Raises:
             PackingError: ranks hold pixels of different forms; see `pixel_form`.
-            UnsupportedAttentionError: the class returns other features than expected; see `show_features`.
+            UnsupportedAttentionError: the class returns other features than expected; see `_show_features`.
         """
         shown, self._shown, self._is_open = self._shown, None, False
         assert shown is not None
@@ -132,7 +141,7 @@ class TowerBorders:
         pixels = _exchange_pixels(transport, given, form, planned.pixels, device, where)
         settings = self.towers.settings(given)
         features = compute_features(backbone, settings, pixels, units.sizes[moves.computed], form)
-        of_features, tokens = show_features(transport, features, moves, planned.rank_of, where)
+        of_features, tokens = _show_features(transport, features, moves, planned.rank_of, where)
         rows = tokens[units.held == rank]
         places, sent, received = moves.feature_rows(rows, tokens)
         way = RowsHome(transport, to_device(places, device), sent, received, where)
@@ -199,3 +208,88 @@ def _exchange_pixels(
     pixels = pixels.flatten(1).index_select(0, to_device(leaving, device))
     arrived = transport.exchange(AllToAll(pixels, sent, received, f"{where}, pixels")).wait()
     return arrived.view(len(arrived), *form.room)
+
+
+def _show_features(
+    transport: Transport, features: Features | None, moves: ImageMoves, rank_of: IntArray, where: str
+) -> tuple[FeatureForm, IntArray]:
+    """Returns the form of features, and the number of rows of each unit of all ranks. A collective call. Raises
+    UnsupportedAttentionError if a rank got another number of features than images, or features of another form.
+
+    Args:
+        features: what this rank has computed; None without images.
+        rank_of: `[units]` rank that computes each.
+    """
+    values = [0] * 6
+    if features is not None:
+        form = features.form
+        values = [len(features.tokens), len(features.rows), int(form.is_stacked), form.deep_layers, form.width]
+        values += [MEDIA_DTYPES.index(form.dtype), *features.tokens]
+    most = int(moves.of_ranks.max())
+    values = (values + [0] * (6 + most - len(values)))[: 6 + most]
+    shown = transport.gather(values, f"{where}, numbers of features").wait()
+    tokens, first = np.zeros(len(rank_of), dtype=np.int64), next((row for row in shown if row[0]), shown[0])
+    for rank, row in enumerate(shown):
+        count, rows, units = row[0], row[1], int(moves.of_ranks[rank])
+        if count != units or sum(row[6 : 6 + units]) != rows or (units and row[2:6] != first[2:6]):
+            raise UnsupportedAttentionError(
+                f"{transport.grid.name}, {where}: get_image_features returned {count} features, of {rows} rows in "
+                f"all, for {units} images on rank {labels_of(transport, Scope.ROWS)[rank]}; expected a tensor for each"
+            )
+        mine = np.flatnonzero(rank_of == rank)  # none on a rank with a dummy
+        tokens[mine] = row[6 : 6 + len(mine)]
+    stacked, deep_layers, width, number = first[2:6]
+    dtype = MEDIA_DTYPES[number]
+    assert dtype is not None
+    return FeatureForm(bool(stacked), deep_layers, width, dtype), tokens
+
+
+@dataclass(frozen=True, eq=False)
+class RowsHome:
+    """Sends features home from the ranks that computed them."""
+
+    transport: Transport
+    places: torch.Tensor  # `[rows]` places of the rows that come home, in the order in which they come
+    # `[ranks]` number of rows to and from each rank; further rows of this rank stay unused.
+    sent: list[int]
+    received: list[int]
+    where: str
+
+    def features(self, rows: torch.Tensor, differentiate: bool) -> torch.Tensor:
+        """Returns `[rows of the batch, D]` from `[computed rows, D]`. A collective call. `differentiate` says whether
+        gradients go back; the same on all ranks."""
+        if not differentiate:
+            return self.bring(rows.detach())
+        anchor = rows.new_zeros((), dtype=torch.float32).requires_grad_()
+        home: torch.Tensor = _Home.apply(self, anchor, rows)
+        return home
+
+    def bring(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sends computed rows home, and returns what comes in the order of the batch."""
+        asked = AllToAll(rows[: sum(self.sent)].contiguous(), self.sent, self.received, f"{self.where}, home")
+        arrived = self.transport.exchange(asked).wait()
+        return torch.empty_like(arrived).index_copy_(0, self.places, arrived)
+
+    def take_back(self, gradients: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Sends gradients of the batch's rows to where these were computed; unused rows get zeros."""
+        leaving = gradients.index_select(0, self.places)
+        where = f"{self.where}, backward"
+        arrived = self.transport.exchange(AllToAll(leaving, self.received, self.sent, where)).wait()
+        if len(arrived) == num_rows:
+            return arrived
+        return torch.cat([arrived, arrived.new_zeros((num_rows - len(arrived), *arrived.shape[1:]))])
+
+
+class _Home(torch.autograd.Function):
+    """Sends features home; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, home: RowsHome, anchor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Brings features home. The anchor requires a gradient, so backward runs on ranks that computed nothing."""
+        ctx.home, ctx.num_rows = home, len(rows)
+        return home.bring(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[Any, ...]:
+        """Sends gradients to the ranks that computed the features."""
+        return None, None, ctx.home.take_back(gradients, ctx.num_rows)

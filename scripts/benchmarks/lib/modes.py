@@ -16,8 +16,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.integrations.models.distributed_check import follow_mesh
-from distca_hf.integrations.models.document_rows import DocumentRows
-from distca_hf.integrations.models.mixer_calls import KEYWORD
+from distca_hf.integrations.models.mixer_calls import KEYWORD, DocumentRows
 from distca_hf.integrations.models.mixers import halo_tokens_for
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.placement.place import fill_in_order

@@ -16,9 +16,9 @@ from distca_hf.batches.given import LEARNT, GivenPlanner
 from distca_hf.batches.read_documents import ENTRY, Batch, DocumentReader, Reading, take_reading
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PeerLostError
+from distca_hf.kernels.interface import CallTensors
 from distca_hf.prefixes import BLOCK_TOKENS, SharedPrefixes, num_hashes
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.log_lines import KeptLines
 

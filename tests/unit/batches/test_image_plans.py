@@ -9,15 +9,14 @@ import torch
 
 from distca_hf.batches.beginnings import Placeholders
 from distca_hf.batches.given import GivenPlanner
-from distca_hf.batches.image_plans import ImagePlan, ImagePlanner
+from distca_hf.batches.image_plans import ImageCost, ImagePlan, ImagePlanner
 from distca_hf.batches.images import NO_IMAGES, BatchImages, PixelKind, pixel_form
 from distca_hf.batches.read_documents import ENTRY, DocumentReader, ReadDocuments, Reading, reading_of, take_reading
 from distca_hf.comm.agreement import Facts
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError, PlanMismatchError
-from distca_hf.placement.images import ImageCost
+from distca_hf.kernels.interface import CallTensors
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.testing import LoopbackTransport, run_ranks
 
 
@@ -95,7 +94,7 @@ def attend(live: LivePlan | None) -> None:
     """Does what a model's first layer does before it attends: ranks show each other what they know."""
     assert live is not None
     live.begin_forward_pass(1, {})
-    live.forward_pass.agree_to_attend(live.fingerprint, CallTensors.of(*[torch.zeros(1, 1, 8) for _ in "qkv"]))
+    live.forward_pass.agree_to_attend(live.fingerprint, CallTensors((torch.float32,) * 3, (torch.Size((1, 8)),) * 3))
 
 
 def planner_of(transport: LoopbackTransport) -> GivenPlanner:

@@ -26,8 +26,8 @@ from distca_hf.batches.read_documents import (
 )
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanMismatchError
+from distca_hf.kernels.interface import CallTensors
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.testing import LoopbackTransport, run_ranks
 
 
@@ -247,7 +247,7 @@ def attend(live: LivePlan | None) -> LivePlan:
     """Does what a model's first layer does before it attends: ranks show each other what they know."""
     assert live is not None
     live.begin_forward_pass(1, {})
-    tensors = CallTensors.of(*[torch.zeros(1, 1, 8) for _ in "qkv"])
+    tensors = CallTensors((torch.float32,) * 3, (torch.Size((1, 8)),) * 3)
     live.forward_pass.agree_to_attend(live.fingerprint, tensors)
     return live
 

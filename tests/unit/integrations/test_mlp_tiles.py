@@ -22,8 +22,7 @@ from transformers import (
 import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.models.mlp_tiles import TiledMlp
-from distca_hf.integrations.models.tiles import tile
+from distca_hf.integrations.models.tiles import TiledMlp, tile
 
 
 SIZES: dict[str, Any] = {

@@ -11,8 +11,7 @@ from torch import nn
 
 import distca_hf
 from distca_hf.integrations.models import mixers
-from distca_hf.integrations.models.document_rows import DocumentRows
-from distca_hf.integrations.models.mixer_calls import KEYWORD, Apart
+from distca_hf.integrations.models.mixer_calls import KEYWORD, Apart, DocumentRows
 from distca_hf.integrations.models.structure import source_of
 from support.log_lines import KeptLines
 from support.models import tiny_model

@@ -50,7 +50,7 @@ def test_plan_is_refused_if_it_cannot_fit(free: int | None, monkeypatch: pytest.
 
     def run(transport: Transport) -> tuple[str, int]:
         live = live_plan(layout, transport, DistCAConfig(kernel="reference"), plan=plan)
-        tokens = live.num_rows
+        tokens = live.kinds.num_rows
         try:
             attend(*tensors(tokens, torch.float32), SPEC, live)
         except PlanError as error:

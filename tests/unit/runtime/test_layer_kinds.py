@@ -61,7 +61,7 @@ def test_a_window_that_was_not_known_is_routed_when_a_layer_asks_for_it() -> Non
 
 def test_a_mask_that_was_not_planned_is_refused_by_name_where_nothing_can_route_it() -> None:
     live = live_plan(Layout.from_segments([5], [[(0, 0, 5)]]), LocalTransport(), DistCAConfig())
-    assert live.kinds.of(FULL).plan.forward.num_rows == live.num_rows == 5
+    assert live.kinds.of(FULL).plan.forward.num_rows == live.kinds.num_rows == 5
     with pytest.raises(PlanError, match=r"a window of 3 tokens, .*routings for no window"):
         live.kinds.of(window(3))
 

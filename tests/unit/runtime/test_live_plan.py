@@ -65,7 +65,7 @@ def test_chunks_of_a_stage_have_passes_of_their_own() -> None:
     assert (plan.forward_pass.num_calls, other.forward_pass.num_calls) == (1, 2)
     assert other.kinds is not plan.kinds
     assert other.use is plan.use
-    assert (other.num_rows, other.fingerprint) == (plan.num_rows, plan.fingerprint)
+    assert (other.kinds.num_rows, other.fingerprint) == (plan.kinds.num_rows, plan.fingerprint)
 
 
 def test_a_plan_is_found_as_long_as_somebody_holds_it() -> None:
@@ -157,7 +157,7 @@ def test_a_plan_that_is_made_later_is_made_once_when_it_is_asked_for() -> None:
 
     assert plan.facts is planned.facts
     other = plan.of_part(1)
-    assert (plan.num_rows, other.num_rows, plan.fingerprint) == (8, 8, planned.fingerprint)
+    assert (plan.kinds.num_rows, other.kinds.num_rows, plan.fingerprint) == (8, 8, planned.fingerprint)
     assert made == [planned]
 
 

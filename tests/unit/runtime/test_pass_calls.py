@@ -43,7 +43,7 @@ def run_pass(plan: LivePlan, layers: Layers, before: PassCalls | None = None, he
     plan.begin_forward_pass(None, {}, before=before)
     for number, dtype in enumerate(layers):
         kv_heads = heads if number == len(layers) - 1 else 2
-        q, kv = (torch.randn(plan.num_rows, count, 8, dtype=dtype) for count in (4, kv_heads))
+        q, kv = (torch.randn(plan.kinds.num_rows, count, 8, dtype=dtype) for count in (4, kv_heads))
         attend(q, kv, kv, SPEC, plan)
     return plan.forward_pass.made
 

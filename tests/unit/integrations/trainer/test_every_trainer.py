@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.trainer import every_trainer
+from distca_hf.integrations.trainer.attach import INSTALLED
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.patches.every_trainer import every_trainer as patch
 from support.commands import REPOSITORY
@@ -31,7 +31,7 @@ def installed() -> Iterator[None]:
         patch.apply()
     yield
     patch.revert()
-    assert not hasattr(Trainer.train, every_trainer.INSTALLED)
+    assert not hasattr(Trainer.train, INSTALLED)
 
 
 class Seen(TrainerCallback):
@@ -77,7 +77,7 @@ def test_a_trainer_is_attached_while_it_trains(seen: Any) -> None:
     trainer.args.max_steps = 4
     trainer.train()
     assert watch.steps == ATTACHED * 3, "the second training begins anew"
-    assert getattr(Trainer.train, every_trainer.INSTALLED) == {"Trainer"}
+    assert getattr(Trainer.train, INSTALLED) == {"Trainer"}
 
 
 def test_losses_are_those_of_attach(seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:

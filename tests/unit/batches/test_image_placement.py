@@ -3,8 +3,8 @@
 import numpy as np
 
 from distca_hf.arrays import sum_by
+from distca_hf.batches.image_plans import HARDLY_MORE, STAYING, ImageCost, are_even, place_images
 from distca_hf.cost import imbalance
-from distca_hf.placement.images import HARDLY_MORE, STAYING, ImageCost, are_even, place_images
 
 
 PAGE, PHOTO = 128 * 128, 32 * 32
