@@ -10,31 +10,17 @@
 A step is forward and backward of the model without its head, and FSDP's collectives; there is no optimizer. All modes
 run in one process with the same weights, documents, kernel and process groups, and with equally many tokens per rank;
 one after the other, again and again, so that a device that slows down does so for all. Before that, their attention
-is compared with exact attention (`lib/check.py`). Settings of the product come from its environment variables, for
-example DISTCA_KV_RESIDENCY=refetch or DISTCA_KERNEL_TIMES=table.json.
+is compared with exact attention (`lib/check.py`). If an error is above the allowed one, or losses of the same tokens
+differ, the script exits with 1 at its end. Settings of the product come from its environment variables
+(DISTCA_KV_RESIDENCY=refetch). Columns of the table: README.md.
 
-In the table, each figure of the slowest or largest rank:
+With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal` on many GPUs
+(`all_gpus.sh OUT weak`). With --tp-size, --ep-size or both Transformers divides the model as it loads it.
+--dp-replicate-size makes replicas that FSDP2 shards alike (HSDP), and that share documents. With --cluster a second
+table has ratios of the modes, measured and simulated (`lib/planning/predicted.py`).
 
-    step            median of the rounds, from a barrier until the device is done
-    ÷ ideal         the same work, spread evenly, without any transfer
-    MFU             flops of the model, attention's included, nothing twice, of the device's bf16 peak
-    exchanged       bytes that attention sends or receives, whichever is more, per step; FSDP's are not counted
-    peak            memory that torch had given out at once; of `ideal` with its made-up keys
-    error           the largest one of output and gradients on short documents, of all kinds of layers, over the
-                    allowed one; if it is above 1, or losses of the same tokens differ, the script exits with 1 at
-                    its end
-
-With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal`: the same
-tokens and attended pairs as on many GPUs, on one (`all_gpus.sh OUT weak`).
-
-With --tp-size, --ep-size or both Transformers divides the model as it loads it. --dp-replicate-size makes replicas
-that FSDP2 shards alike (HSDP), and that share documents. With --even-experts all modes have the same work of experts,
-`ideal` as well, whose hidden states are others. With --cluster a second table has ratios of the modes,
-measured and simulated (`lib/simulated.py`).
-
-Batches and plans of `placed` are made before: in training a loader's thread makes them during the step before.
-Batches of `given` are planned during the step before, as with Trainer. With `--shares 4,2,1,1` its ranks have tokens
-in this proportion, as batches of unpacked rows do.
+Batches and plans of `placed` are made before; batches of `given` are planned during the step before, as with Trainer.
+With `--shares 4,2,1,1` its ranks have tokens in this proportion, as batches of unpacked rows do.
 
 With attention servers (`lib/served.py`) the last processes serve, and the others train. `ideal` is the trainers'
 linear work then, and of attention the share of one of all processes. Tokens per GPU and MFU are of all GPUs, also in
@@ -42,9 +28,10 @@ linear work then, and of attention the share of one of all processes. Tokens per
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -52,19 +39,17 @@ import torch
 import torch.distributed as dist
 
 from distca_hf.launched import launched_servers
-from lib import served, simulated
+from lib import served
 from lib.check import check_modes, check_numbers
-from lib.divided import data_ranks, is_divided
+from lib.divided import EvenExperts, data_ranks, is_divided
 from lib.documents import check_lengths, random_tokens, smaller_lengths
-from lib.even_experts import EvenExperts
-from lib.header import facts_of
 from lib.model import read_config
-from lib.modes import MODES, OF_PACKAGE, why_missing
+from lib.modes import MODES, OF_PACKAGE
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
 from lib.parser import count, counts, magi_settings, profile_name, whole, write_figures
-from lib.place import Place
-from lib.report import COLUMNS, figures_of, load_of
-from lib.rounds import Runner
+from lib.place import Place, Runner
+from lib.planning import predicted
+from lib.report import COLUMNS, facts_of, figures_of, load_of
 from lib.tables import table_of
 
 
@@ -82,19 +67,17 @@ def parse() -> argparse.Namespace:
     add("--check", action=either, default=True, help="compare with exact attention first")
     add("--cluster", type=profile_name, help="simulate ratios from this profile, too: h100, h200 or a file")
     add("--ep-size", type=count, default=1, help="ranks that divide experts (lib/divided.py)")
-    add("--even-experts", action="store_true", help="experts that the token chooses (lib/even_experts.py)")
+    add("--even-experts", action="store_true", help="experts that the token chooses (lib/divided.py)")
     add("--tp-size", type=count, default=1, help="ranks that divide layers, as one data rank")
     add("--dp-replicate-size", type=count, default=1, help="replicas that FSDP2 shards alike (HSDP)")
-    of_ranks = "tokens of the ranks of local, given and moved in proportion, as 4,2,1,1"
-    add("--shares", type=counts, default=(), help=of_ranks)
-    of_one = "one process that does the part of `ideal` that a rank of T tokens has"
-    add("--share-tokens", type=whole, default=0, metavar="T", help=of_one)
+    add("--shares", type=counts, default=(), help="tokens of ranks of local, given and moved in proportion")
+    add("--share-tokens", type=whole, default=0, metavar="T", help="one process: a rank of T tokens in `ideal`")
     settings = (
         "of mode magi, each a mode: most tokens of a chunk, 0 for as many as the package chooses, and stages of "
         "transfers, as 0:1,512:1,2048:2; 512:1 is as NeMo AutoModel sets it"
     )
     add("--magi-settings", type=magi_settings, default=["0:1"], help=settings)
-    options = parse_shared(parser, {**MODES, **served.MODES})
+    options = parse_shared(parser)
     with_servers = ["ideal", *served.MODES]
     if sum(launched_servers()):
         options.modes = options.modes or with_servers
@@ -120,8 +103,10 @@ def parse() -> argparse.Namespace:
             parser.error(f"--tp-size is measured without {', '.join(sorted(BY_ALL_RANKS))}")
     options.modes = options.modes or [name for name in MODES if name not in left_out]
     for name in sorted(OF_PACKAGE.keys() & {*options.modes}):
-        if missing := why_missing(name):
-            parser.error(f"mode {name} {missing}")
+        pip, *packages = OF_PACKAGE[name]
+        for package in packages:
+            if find_spec(package) is None:
+                parser.error(f"mode {name} needs {package} (pip install {pip}), which is not installed")
         if options.checkpointing == "saved":
             parser.error(f"mode {name} is not an operator: leave --checkpointing saved out")
     if "zigzag" in options.modes and options.dtype == torch.float32:
@@ -196,26 +181,17 @@ def measure_documents(
         for name, seconds in planning.items():
             words = f"chunks of {planners[name].chunk_tokens:,} tokens, planned in {1e3 * seconds:.1f} ms of the host"
             print(f"\n{name}: {words}, apart from the step", flush=True)
-        of_simulation = simulated_ratios(options, config, figures, num_ranks)
+        ratios: predicted.Ratios = {}
+        if options.cluster and (reason := predicted.why_not_simulated(options)):
+            print(f"\nno simulation: {reason}", flush=True)
+        elif options.cluster:
+            seconds_of = {name: figure["step_seconds"] for name, figure in figures.items()}
+            ratios = predicted.ratios_of(options, config, seconds_of, num_ranks)
+            print(f"\n{predicted.table_of_ratios(ratios)}", flush=True)
         facts = {"header": header, "load": vars(load), "errors": errors, "modes": figures}
-        write_figures(options, **facts, planning_seconds=planning, simulated=of_simulation, plan=plan)
+        write_figures(options, **facts, planning_seconds=planning, simulated=ratios, plan=plan)
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
-
-
-def simulated_ratios(
-    options: argparse.Namespace, config: Any, figures: Mapping[str, Mapping[str, Any]], num_ranks: int
-) -> simulated.Ratios:
-    """Prints ratios of the modes and their simulation, or why there is none, if that is asked for; returns them."""
-    if options.cluster is None:
-        return {}
-    if reason := simulated.refused(options):
-        print(f"\nno simulation: {reason}", flush=True)
-        return {}
-    seconds = {name: figure["step_seconds"] for name, figure in figures.items()}
-    ratios = simulated.ratios_of(options, config, seconds, num_ranks)
-    print(f"\n{simulated.table(ratios)}", flush=True)
-    return ratios
 
 
 if __name__ == "__main__":

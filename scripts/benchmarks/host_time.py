@@ -4,15 +4,9 @@
     torchrun --nproc-per-node 2 scripts/benchmarks/host_time.py --device cpu --documents 64,24x8 --repeats 3
 
 Calls are made as in a forward pass of so many layers, one after the other, with real exchanges and no waiting for the
-device; documents are so small that the device keeps up. The table has medians of the repeats: of each rank, then the
-largest of all ranks, in µs of the host.
-
-    a call            of the product, in all
-    in its kernels    of these, in the kernel functions
-    beyond            the rest: launches of exchanges and copies, views, and the dispatch of the operator
-    alone             one call of FlashAttention's public function on the same rows, as if all parts of documents were
-                      whole, in turns with the product's; if another kernel is used, a call of that
-    more              of a call of the product than of that one
+device; documents are so small that the device keeps up. The table has medians of the repeats, in µs of the host: a
+call of the product in all, of that in its kernels, the rest beyond them, and alone a call of FlashAttention's public
+function on the same rows, in turns with the product's (of another kernel if that is used).
 
 Exchanges have as many chunks as settings say (DISTCA_EXCHANGE_CHUNKS). With `--unchecked` each repeat runs twice, with
 and without the checks of a call, in turns; a line of each rank has the median of the differences.
@@ -24,8 +18,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -36,7 +30,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK
 from distca_hf.kernels.flash4 import Flash4Kernel
-from distca_hf.kernels.interface import AttentionSpec, CallTensors, Inputs, Kernel, Spans
+from distca_hf.kernels.interface import AttentionSpec, CallTensors, Inputs, Kernel
 from distca_hf.kernels.registry import kernel_name
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
@@ -47,10 +41,10 @@ from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from lib.baselines.operators import whole_call
-from lib.devices import of_all_ranks, synchronize
 from lib.options import add_kernel, on_all_ranks, read_documents
 from lib.parser import add_device, count, few, parser_of
 from lib.tables import Columns, figure, table_of
+from lib.wires import of_all_ranks, synchronize
 
 
 COLUMNS: Columns = {
@@ -84,8 +78,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     for _ in range(options.repeats):
         times.append(_pass(options, device, subject))
         if options.unchecked:
-            # Leaves out the check that a layer attends within a forward pass, and the note of the layer.
-            with mock.patch.multiple(ForwardPass, check_open=_nothing, note_call=_nothing):
+            # Leaves out the check that a layer attends within a forward pass, and the note of the layer. A mock would
+            # cost more than these.
+            with mock.patch.multiple(ForwardPass, check_open=lambda *_: None, note_call=lambda *_: None):
                 others = _pass(options, device, subject)
             differences.append(times[-1]["beyond"] - others["beyond"])
     if differences:
@@ -101,12 +96,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         print(f"{words}\n\n{table_of(COLUMNS, figures, 'median, µs')}", flush=True)
 
 
-def _nothing(*arguments: object) -> None:
-    """Takes the place of a check; a mock costs more than the check."""
-
-
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """Calls of this rank that are timed."""
 
     kernel: Kernel  # kernel that both calls use
@@ -126,8 +116,8 @@ def _pass(options: argparse.Namespace, device: torch.device, subject: Subject) -
     with torch.no_grad():
         alone = _seconds_of_a_call(options, device, subject.attend_alone)
     kernels = sum(spent) / options.layers
-    figures = {"exchanges": exchanges, "a call": call, "in its kernels": kernels, "beyond": call - kernels}
-    return {**figures, "alone": alone, "more": call - alone}
+    of_product = {"exchanges": exchanges, "a call": call, "in its kernels": kernels, "beyond": call - kernels}
+    return of_product | {"alone": alone, "more": call - alone}
 
 
 def _seconds_of_a_call(options: argparse.Namespace, device: torch.device, call: Callable[[], object]) -> float:
@@ -157,8 +147,8 @@ def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
     scale = options.head_dim**-0.5
 
-    def attend() -> object:
-        return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call
+    def attend() -> object:  # layers make their spec in each call, too
+        return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)
 
     # As of a pass before, so that later calls are not compared. The first call waits for the other ranks.
     tensors = CallTensors((dtype,) * 3, (q.shape[1:], k.shape[1:], v.shape[1:]))
@@ -168,17 +158,13 @@ def _subject(options: argparse.Namespace, device: torch.device) -> Subject:
     kernel = live.lookup.kernel(q, k, v, AttentionSpec(scale))
     held = [stop - start for _, start, stop in plan.layout.held_by(transport.rank)]
     rows = slice(0, sum(held))
-    spans = whole_call(held, device).spans
-    name, attend_alone = _own_call(kernel, Inputs(q[rows], k[rows], v[rows]), spans, scale)
-    return Subject(kernel, attend, attend_alone, name, transport)
-
-
-def _own_call(kernel: Kernel, inputs: Inputs, spans: Spans, scale: float) -> tuple[str, Callable[[], object]]:
-    """Returns FlashAttention 4's public function and its name, if that kernel is used, or else the kernel's own."""
-    if isinstance(kernel, Flash4Kernel):
-        public = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-        return public.__name__, lambda: public(*inputs, **spans.by_name, softmax_scale=scale, causal=True)
-    return f"the kernel {kernel_name(kernel)}", lambda: kernel.forward(inputs, spans, AttentionSpec(scale))
+    inputs, spans = Inputs(q[rows], k[rows], v[rows]), whole_call(held, device).spans
+    if not isinstance(kernel, Flash4Kernel):
+        alone = partial(kernel.forward, inputs, spans, AttentionSpec(scale))
+        return Subject(kernel, attend, alone, f"the kernel {kernel_name(kernel)}", transport)
+    public = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    alone = partial(public, *inputs, **spans.by_name, softmax_scale=scale, causal=True)
+    return Subject(kernel, attend, alone, public.__name__, transport)
 
 
 @contextmanager

@@ -7,28 +7,19 @@
 
 Each workload is measured by itself. A step is forward and backward of one pack of each rank, FSDP's collectives (of
 towers, too), and AdamW at a learning rate of 0. All modes run in one process with the same weights, documents and
-kernel, one after the other, again and again.
+kernel, one after the other, again and again. Columns of the tables: README.md.
 
     mix     packs of the first half of the ranks are pages with little text; the others have photos, and text
             of as many tokens
     even    every rank has its share of pages, photos and text
 
-A document has one image before its text, or none. There is no head, and the loss is a weighted mean of squared hidden
-states of all tokens: a gradient for every row. Towers attend with sdpa in all modes. Layers of the text and of the
-tower are as many as asked for; a model of 36 layers has a tower of 27.
-
-Figures of the table are of the slowest or largest rank:
-
-    step            median of the rounds, from a barrier until the device is done
-    ÷ first         median of the rounds' ratios to the first mode
-    ÷ ideal, ÷ arrived    the same to these modes, if they are measured
-    towers          largest over mean work of the ranks' towers, as the product counts it
-    peak            most memory that torch had allocated at once
+A document has one image before its text, or none. The loss is one of hidden states, without a head. Towers attend
+with sdpa in all modes. A model of 36 layers has a tower of 27.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,13 +32,12 @@ from distca_hf.integrations.models.structure import set_attention, text_configs
 from distca_hf.integrations.models.tower_borders import TowerBorders
 from lib.model import Backbone, Shape
 from lib.options import on_all_ranks, parse_shared, shared_options
-from lib.parser import count, few, whole
+from lib.parser import count, few, names, whole
 from lib.place import Mode, Place, without
-from lib.report import EXCHANGED_GB, STEP_MS, Measured
-from lib.tables import Columns, Figures, figure, peak_gib
+from lib.report import EXCHANGED_GB, STEP_MS
+from lib.tables import Columns, figure, peak_gib
 from lib.trainer_batches import AsOfTrainer, Batch
-from lib.whole_model import TrainingRunner
-from lib.workloads import Workload, add_workloads, measure_workloads, parse_workloads
+from lib.whole_model import TrainingRunner, Workload, measure_workloads
 
 
 MODES = {
@@ -86,7 +76,8 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(modes="plain,ideal,arrived,moved", checkpointing="saved")
     parser.add_argument("--size", choices=[*SIZES], default="8b", help="of text and tower, in place of a preset")
     parser.add_argument("--tower-layers", type=few, default=3, help="layers of the tower")
-    add_workloads(parser, WORKLOADS)
+    chosen = names(WORKLOADS, "workload")
+    parser.add_argument("--workloads", type=chosen, default=",".join(WORKLOADS), help="comma-separated, see above")
     parser.add_argument("--pages", type=count, default=4, help="pages of a rank that has them; an even number")
     parser.add_argument("--page-side", type=count, default=128, help="patches of a side of a page")
     parser.add_argument("--photos", type=count, default=16, help="photos of a rank that has them; an even number")
@@ -95,11 +86,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--photo-tokens", type=count, default=256, help="of the text of a photo")
     parser.add_argument("--texts", type=count, default=10, help="documents of text of a rank that has photos; even")
     parser.add_argument("--seed", type=whole, default=0, help="of tokens and pixels")
-    options = parse_shared(parser, MODES)
+    options = parse_shared(parser)
     for name in ("config", "preset", "documents", "liger"):
         if vars(options)[name] != parser.get_default(name):
             parser.error(f"--{name} is for other programs: this one has --size and its own documents")
-    parse_workloads(parser, options, WORKLOADS)
     options.layers = options.layers or 4
     for name in ("pages", "photos", "texts", "page_side", "photo_side"):
         if vars(options)[name] % 2:
@@ -154,16 +144,23 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         causal_lm = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
     place = Place.open(Backbone(causal_lm), Shape(0.0, {}), options, device)
     place.enable(0, config.text_config.max_position_embeddings, options)
-    runner, batches = TowerRunner(place), {}
-    for name, pack in packs.items():
-        batches[name] = batch_of(pack[rank], config, options.seed + rank, device)
+    runner = TowerRunner(place)
+    batches = {name: batch_of(pack[rank], config, options.seed + rank, device) for name, pack in packs.items()}
 
     def measure_one(workload: str) -> Workload:
         modes = [_mode(name, place, batches["even" if name == "ideal" else workload]) for name in options.modes]
         measured = runner.run(modes, options.warmup, options.rounds)
         watch = watch_of(causal_lm)
         assert watch is not None
-        further = further_figures(measured, watch.towers.imbalance)
+        arrived, moved = watch.towers.imbalance  # largest over mean work of towers, where images arrived and moved
+        further = {
+            name: {
+                "ratio_to_first": mode.ratio_to(next(iter(measured.values()))),
+                **{f"ratio_to_{other}": mode.ratio_to(measured.get(other)) for other in ("ideal", "arrived")},
+                "towers": {"ideal": 1.0, "moved": moved}.get(name, arrived),
+            }
+            for name, mode in measured.items()
+        }
         return sum(map(tokens_of, packs[workload][0])), measured, further
 
     remark = f"{options.tower_layers} layers of the tower"
@@ -208,21 +205,6 @@ def _mode(name: str, place: Place, batch: Batch) -> Mode:
         return Mode(name, "bench_whole", [{**given, "bench_work": work}])
     meanwhile = [partial(without, TowerBorders, "begin")] if name == "arrived" else []
     return Mode.of_product(name, AsOfTrainer(place.model, [[batch]], shares=False), *meanwhile)
-
-
-def further_figures(measured: Mapping[str, Measured], towers: tuple[float, float]) -> dict[str, Figures]:
-    """Returns ratios of each mode. `towers` is the largest over mean work of towers, where images arrived and where
-    the product computes them."""
-    first, ideal, arrived = next(iter(measured.values())), measured.get("ideal"), measured.get("arrived")
-    return {
-        name: {
-            "ratio_to_first": mode.ratio_to(first),
-            "ratio_to_ideal": mode.ratio_to(ideal),
-            "ratio_to_arrived": mode.ratio_to(arrived),
-            "towers": {"ideal": 1.0, "moved": towers[1]}.get(name, towers[0]),
-        }
-        for name, mode in measured.items()
-    }
 
 
 if __name__ == "__main__":

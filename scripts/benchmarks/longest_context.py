@@ -5,56 +5,65 @@
     python scripts/benchmarks/longest_context.py --device cpu --ranks 2 --preset tiny --head none \\
         --first-tokens 256 --resolution 128 --gpu-gib 0.001
 
-One document fills all ranks. Every length is an attempt in new processes, started by torchrun. It makes
---steps steps of forward, backward and AdamW (with a learning rate of 0, as in model_step.py). Lengths double, or
-follow a line through the last two peaks, until memory is out, of a GPU or of the host. Then the gap is halved down to
---resolution (`lib/longest/launch.py`). Anything else that fails ends the search with status 1.
+One document fills all ranks. Every length is an attempt in new processes, started by torchrun, of --steps steps of
+forward, backward and AdamW (with a learning rate of 0). Lengths double, or follow a line through the last two peaks,
+until memory is out, of a GPU or of the host; then the gap is halved down to --resolution (`lib/longest.py`). Exit
+status 1: nothing trained, or an attempt failed for another reason.
 
-Memory is saved as docs/sizes.md says: layers are checkpointed, and what they keep waits on the host (--checkpointing
-offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond that
+Memory is saved as docs/sizes.md says: by --checkpointing offloaded, FSDP2 and Liger's loss (--head liger), by
+--mlp-tokens and --attention-kv-heads, and with --offload weights, gradients and AdamW are on the host. Shapes change:
+set PYTORCH_ALLOC_CONF=expandable_segments:True, or torch runs out of memory earlier. An attempt that leaves less of
+the host's memory than --host-margin-gib is stopped; --gpu-gib makes GPUs as small as that for torch.
 
-    --mlp-tokens N     MLPs run on N tokens at a time; 0: on all
-    --attention-kv-heads N   attention modules run on N KV heads at a time; 0: on all
-    --offload          weights, gradients and AdamW are on the host (FSDP2's CPUOffloadPolicy)
+Steps of a million tokens take minutes. With --attended-tokens N kernels attend in a sliding window of N keys: memory
+is as with whole attention, times and losses mean nothing, and the length found is unconfirmed. Search with whole
+attention from there, as `all_gpus.sh OUT longest` does.
 
-Steps of a million tokens take minutes, and the search with them. With --attended-tokens N kernels attend in a sliding
-window of N keys: memory is as with whole attention, and times and losses mean nothing. Such a length is unconfirmed.
-Search with whole attention from there, as `all_gpus.sh OUT longest` does: its tokens per rank are --first-tokens and
---most-tokens then.
-
-Exit status 1: nothing trained, or an attempt failed for another reason.
-
-Shapes change: set PYTORCH_ALLOC_CONF=expandable_segments:True, or torch runs out of memory earlier.
-
-Host memory that attempts take is watched, and an attempt that leaves less than --host-margin-gib is stopped. --gpu-gib
-makes GPUs as small as that for torch.
-
-In the table, each figure of the slowest or largest rank:
-
-    document       tokens of it, over all ranks
-    attended       window of short attention; "all": whole attention. Otherwise times do not count
-    step           the last one
-    MFU            flops of the model, nothing twice, of the device's bf16 peak
-    peak           memory that torch had given out at once
-    host           memory of the host that the attempt took, all ranks together
-    outcome        trained, or what ended the attempt
-    took           the whole attempt, with the start of its processes
+In the table, "attended" is that window, the step is the last one, "host" the memory that all ranks together took, and
+"took" the whole attempt with the start of its processes. Other columns: README.md.
 """
 
 import argparse
+import json
+import math
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
 
-from lib.heads import add_head
-from lib.longest.attempt import attempt
-from lib.longest.launch import Attempt, Tried, free_host_bytes, longest_of, next_tokens, run_attempt
+from distca_hf.config import KernelName
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
+from distca_hf.kernels.registry import Operands, choose_kernel
+from distca_hf.runtime import alike_layers
+from lib.documents import random_tokens
+from lib.longest import (
+    OUT_OF_MEMORY,
+    RESULT,
+    Attempt,
+    free_host_bytes,
+    is_out_of_memory,
+    longest_of,
+    next_tokens,
+    run_attempt,
+)
+from lib.model import read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import above_zero, count, not_negative, whole, write_figures
+from lib.place import Place
+from lib.report import facts_of, load_of, rates_of
 from lib.tables import head, number, row
+from lib.whole_model import HEADS, TrainingRunner, build_planned, use_head
+from lib.wires import WiredPlugin
 
 
 GIB = 2**30
@@ -78,38 +87,38 @@ def main() -> None:
 
 
 class Search:
-    """Attempts so far, and the time that they share."""
+    """Attempts so far by the tokens of each rank, and the time that they share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.ranks = options.ranks or torch.cuda.device_count()
-        self.attempts: dict[int, Attempt] = {}  # by the tokens of each rank
+        self.attempts: dict[int, Attempt] = {}
         self._began = time.monotonic()
 
     def run(self, folder: Path) -> str:
         """Tries lengths, and prints a row for each; returns why it ended."""
-        options, limit = self.options, _limit_bytes(self.options)
-        tokens: int | None = options.first_tokens
+        options, tokens, limit = self.options, self.options.first_tokens, None
+        if options.device == "cuda":  # what torch can give out, without what others take of a GPU
+            total = torch.cuda.get_device_properties(0).total_memory
+            limit = int(min(0.95 * total, options.gpu_gib * GIB if options.gpu_gib else total))
         while tokens:
             if options.most_tokens and tokens > options.most_tokens:
                 return f"--most-tokens {options.most_tokens} ended the search"
-            if self._seconds_left() < self._least_seconds(tokens):
+            left = 60 * options.minutes - (time.monotonic() - self._began)
+            # An attempt takes at least as long as any that trained on no more tokens.
+            took = [one.seconds for fewer, one in self.attempts.items() if one.figures and fewer <= tokens]
+            if left < max(took, default=0):
                 return f"--minutes {options.minutes} leave no time for {tokens} tokens per rank"
-            if self._attempt(tokens, folder / str(tokens)).outcome == "time":
+            if self._attempt(tokens, folder / str(tokens), left).outcome == "time":
                 return f"--minutes {options.minutes} ended while {tokens} tokens per rank trained"
-            tokens = next_tokens(self._tried(), options.first_tokens, options.resolution, limit)
+            tokens = next_tokens(self.attempts, options.first_tokens, options.resolution, limit)
         return "memory ended the search"
 
-    def longest(self) -> int | None:
-        """Returns the most tokens of a rank that trained; None if none did."""
-        longest = longest_of(self._tried())
-        return longest.tokens if longest else None
-
-    def _attempt(self, tokens: int, folder: Path) -> Attempt:
+    def _attempt(self, tokens: int, folder: Path, seconds_left: float) -> Attempt:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         given = ["--attempt", str(folder), "--tokens-per-rank", str(tokens)]
         margin = int(self.options.host_margin_gib * GIB)
-        one = run_attempt([*launcher, *sys.argv, *given], folder, free_host_bytes, margin, self._seconds_left())
+        one = run_attempt([*launcher, *sys.argv, *given], folder, free_host_bytes, margin, seconds_left)
         self.attempts[tokens] = one
         print(self._row(tokens, one), flush=True)
         self.write("")  # the next attempt may be the last one that there is time for
@@ -117,43 +126,26 @@ class Search:
 
     def _row(self, tokens: int, one: Attempt) -> str:
         figures = one.figures or dict.fromkeys(("step_seconds", "tokens_per_second", "utilisation", "peak_bytes"))
-        attended = self.options.attended_tokens
-        counts = not attended  # else the times are of another model
-        return row(
-            (
-                f"{one.outcome}: {one.reason}" if one.reason else one.outcome,
-                tokens,
-                tokens * self.ranks,
-                attended or "all",
-                number(figures["step_seconds"], 1, 2),
-                number(figures["tokens_per_second"] if counts else None, 1, 0),
-                number(figures["utilisation"] if counts else None, 100, 1),
-                number(figures["peak_bytes"] or None, 1 / GIB, 1),
-                number(one.host_bytes, 1 / GIB, 1),
-                number(one.seconds, 1, 0),
-            )
-        )
+        attended = self.options.attended_tokens  # rates are of another model if there are some
+        cells = [
+            f"{one.outcome}: {one.reason}" if one.reason else one.outcome,
+            tokens,
+            tokens * self.ranks,
+            attended or "all",
+            number(figures["step_seconds"], 1, 2),
+            number(None if attended else figures["tokens_per_second"], 1, 0),
+            number(None if attended else figures["utilisation"], 100, 1),
+            number(figures["peak_bytes"] or None, 1 / GIB, 1),
+            number(one.host_bytes, 1 / GIB, 1),
+            number(one.seconds, 1, 0),
+        ]
+        return row(cells)
 
     def write(self, ended: str) -> None:
         """Writes all attempts so far, and why the search ended; "" while it goes on."""
         attempts = [{"tokens_per_rank": tokens, **vars(one)} for tokens, one in self.attempts.items()]
-        facts = {"ranks": self.ranks, "ended": ended, "longest_tokens_per_rank": self.longest()}
+        facts = {"ranks": self.ranks, "ended": ended, "longest_tokens_per_rank": longest_of(self.attempts)}
         write_figures(self.options, **facts, attempts=attempts)
-
-    def _tried(self) -> list[Tried]:
-        """Returns the lengths tried, but for one that time ended."""
-        return [
-            Tried(tokens, one.outcome == "trained", one.figures["peak_bytes"] if one.figures else None)
-            for tokens, one in self.attempts.items()
-            if one.outcome != "time"
-        ]
-
-    def _seconds_left(self) -> float:
-        return 60 * self.options.minutes - (time.monotonic() - self._began)
-
-    def _least_seconds(self, tokens: int) -> float:
-        """Returns the time that an attempt takes at least: that of any that trained on no more tokens."""
-        return max((one.seconds for fewer, one in self.attempts.items() if one.figures and fewer <= tokens), default=0)
 
 
 def search(options: argparse.Namespace) -> None:
@@ -164,31 +156,108 @@ def search(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="longest_context.") as folder:
         ended = searching.run(Path(folder))
     searching.write(ended)
-    tokens, ranks, attended = searching.longest(), searching.ranks, options.attended_tokens
-    if tokens is None:
+    tokens, ranks, attended = longest_of(searching.attempts), searching.ranks, options.attended_tokens
+    figures = searching.attempts[tokens].figures if tokens else None
+    if tokens is None or figures is None:
         raise SystemExit(f"nothing trained: {ended}")
-    figures = searching.attempts[tokens].figures
-    assert figures is not None
-    print(f"\n{figures['header']}")
     found = f"{tokens * ranks:,} tokens on {ranks} ranks, {tokens:,} on each"
     if attended:
-        print(f"longest, unconfirmed: {found}, with attention to {attended} tokens; {ended}")
+        told = f"longest, unconfirmed: {found}, with attention to {attended} tokens; {ended}"
     else:
-        print(f"longest: {found}; {ended}\n{PUBLISHED}")
+        told = f"longest: {found}; {ended}\n{PUBLISHED}"
+    print(f"\n{figures['header']}\n{told}")
 
 
-def _limit_bytes(options: argparse.Namespace) -> int | None:
-    """Returns the memory that torch can give out, without what others take of a GPU."""
-    if options.device == "cpu":
-        return None
-    total = torch.cuda.get_device_properties(0).total_memory
-    return int(min(0.95 * total, options.gpu_gib * GIB if options.gpu_gib else total))
+def attempt(options: argparse.Namespace, device: torch.device) -> None:
+    """Trains on one document; writes figures, or that this rank is out of memory, to the folder of the attempt. A
+    collective call."""
+    try:
+        figures = _train(options, device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        first_line = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".partition("\n")[0]
+        (options.attempt / OUT_OF_MEMORY.format(rank=dist.get_rank())).write_text(first_line)
+        os._exit(1)  # other ranks wait for this one: nothing can be torn down in order
+    if dist.get_rank() == 0:
+        (options.attempt / RESULT).write_text(json.dumps(figures))
+
+
+def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    length = num_ranks * options.tokens_per_rank
+    options.lengths, options.documents = [length], str(length)
+    config = read_config(options, length)
+    _limit_memory(options, config, device)
+    tiles = {"mlp_tokens": options.mlp_tokens, "attention_kv_heads": options.attention_kv_heads}
+    place = Place.build(config, options, device, plugins=partial(WiredPlugin, **tiles))
+    use_head(place.model, options.head)
+    place.enable(options.tokens_per_rank, length, options)
+    documents = random_tokens([length], config.get_text_config().vocab_size)
+    mode, _ = build_planned("placed", place, documents, options.steps)
+    runner = TrainingRunner(place)
+    with short_attention(options.attended_tokens):
+        measured = runner.run([mode], warmup=options.steps - 1, rounds=1)["placed"]
+    if not math.isfinite(measured.loss):
+        raise SystemExit(f"the loss is {measured.loss}")
+    load = load_of(options, place.shape, num_ranks, device)
+    facts = [
+        *facts_of(options, config, load.tokens, device),
+        f"head {options.head}, fused AdamW" + " on the host" * options.offload,
+        f"MLPs on {options.mlp_tokens or 'all'} tokens at a time",
+        f"attention on {options.attention_kv_heads or 'all'} KV heads at a time",
+        *[f"at most {options.gpu_gib} GiB of a GPU"] * bool(options.gpu_gib),
+    ]
+    return {**rates_of(measured, load), "tokens_per_rank": options.tokens_per_rank, "header": "; ".join(facts)}
+
+
+def _limit_memory(options: argparse.Namespace, config: PreTrainedConfig, device: torch.device) -> None:
+    """Makes the GPU as small as was asked; a CPU fails as if its layers' inputs did not fit."""
+    if options.gpu_gib is None:
+        return
+    limit = options.gpu_gib * GIB
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info(device)[1], device)
+        return
+    needed = options.tokens_per_rank * config.num_hidden_layers * config.hidden_size * options.dtype.itemsize
+    if needed > limit:
+        raise torch.OutOfMemoryError(f"inputs of layers need {needed} bytes, {limit:.0f} are allowed")
+
+
+class ShortKernel:
+    """A kernel with a sliding window, whatever it is asked for."""
+
+    def __init__(self, kernel: Kernel, window_tokens: int) -> None:
+        self._kernel, self._window_tokens = kernel, window_tokens
+
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        return self._kernel.forward(inputs, spans, spec._replace(window_tokens=self._window_tokens), room)
+
+    def backward(
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
+    ) -> None:
+        self._kernel.backward(dout_TNV, saved, gradients, spans, spec._replace(window_tokens=self._window_tokens))
+
+
+@contextmanager
+def short_attention(window_tokens: int) -> Iterator[None]:
+    """Lets the product choose kernels with a window of so many keys meanwhile; 0: nothing changes."""
+
+    def choose(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
+        asked = spec._replace(window_tokens=window_tokens)
+        return ShortKernel(choose_kernel(name, operands, asked), window_tokens)
+
+    if not window_tokens:
+        yield
+        return
+    with mock.patch.object(alike_layers, "choose_kernel", choose):
+        yield
 
 
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
-    add_head(parser, "liger")
     add = parser.add_argument
+    add("--head", choices=HEADS, default="liger", help="none is Transformers' own")
     add("--ranks", type=count, help="processes; by default as many as there are GPUs")
     add("--first-tokens", type=count, default=65_536, help="of each rank, tried first")
     add("--most-tokens", type=count, help="of each rank; more are not tried")
@@ -204,7 +273,7 @@ def parse() -> argparse.Namespace:
     add("--attempt", type=Path, help=argparse.SUPPRESS)
     add("--tokens-per-rank", type=count, help=argparse.SUPPRESS)
     parser.set_defaults(checkpointing="offloaded", modes="placed")
-    options = parse_shared(parser, MODES)
+    options = parse_shared(parser)
     if options.checkpointing == "none":
         parser.error("--checkpointing none keeps everything: inputs of layers are put on the host by checkpointing")
     if options.first_tokens % options.resolution:

@@ -12,6 +12,7 @@ since the part began, and had to give back its cache to get it.
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, islice, pairwise, repeat
 
 import datasets
@@ -20,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 import distca_hf
-from lib.devices import largest, synchronize
-from lib.header import facts_of
 from lib.model import Backbone, build_model, prepare, read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import add_tokens_per_rank, count
+from lib.planning.mixes import MIXES
 from lib.planning.mixes import batch as draw_lengths
-from lib.planning.mixes import mix_name
+from lib.report import facts_of
 from lib.tables import head
+from lib.wires import largest, synchronize
 
 
 COUNTERS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_device_alloc", "num_alloc_retries")
@@ -42,19 +43,18 @@ Batches = Iterator[dict[str, object]]
 
 def main() -> None:
     parser = shared_options(__doc__, WAYS)
-    parser.add_argument(
-        "--mix", type=mix_name, default="prolong_up", help="of document lengths, a name of lib/planning/mixes.py"
-    )
+    parser.add_argument("--mix", choices=MIXES, default="prolong_up", help="of lengths (lib/planning/mixes.py)")
     parser.add_argument("--longest", type=count, help="longest document; by default as many tokens as a rank holds")
     add_tokens_per_rank(parser, 65_536)
     parser.add_argument("--steps", type=count, default=60, help="of each way to make batches")
     parser.add_argument("--parts", type=count, default=3, help="to report the steps in")
-    on_all_ranks(measure, parse_shared(parser, WAYS))
+    on_all_ranks(measure, parse_shared(parser))
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Runs all ways, and reports on rank 0."""
     datasets.disable_progress_bars()
+    say = partial(print, flush=True) if dist.get_rank() == 0 else lambda line: None
     tokens, longest = options.tokens_per_rank, options.longest or options.tokens_per_rank
     config = read_config(options, longest)
     model = Backbone(build_model(config, options, device))
@@ -62,15 +62,15 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     distca_hf.enable(model, plugin, longest)
     prepare(model, options, device)
     options.documents = f"{options.mix}, longest {longest}"
-    _print("; ".join(facts_of(options, config, tokens, device)))
-    _print("\n" + head(COLUMNS, text_columns=2))
+    say("; ".join(facts_of(options, config, tokens, device)))
+    say("\n" + head(COLUMNS, text_columns=2))
     for way in options.modes or WAYS:
         batches = _batches(way, options, plugin, config.get_text_config().vocab_size, longest, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         for first, last in pairwise(np.linspace(0, options.steps, min(options.parts, options.steps) + 1, dtype=int)):
             figures = _run(model, islice(batches, last - first), device)
-            _print(f"| {way} | {first + 1} to {last} | {figures} |")
+            say(f"| {way} | {first + 1} to {last} | {figures} |")
 
 
 def _run(model: Backbone, batches: Batches, device: torch.device) -> str:
@@ -116,11 +116,6 @@ def _batches(
     names = ("input_ids", "position_ids", "distca_plan")
     made = ({name: batch[name] for name in names} for batch in loader)
     yield from repeat(next(made)) if way == "constant" else made
-
-
-def _print(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@
     python scripts/benchmarks/mixers.py --device cpu --tokens 512 --pack 24x16 --rounds 1 --hidden-size 64
 
 Each family is one layer's mixer, forward and backward, with the kernels that are installed. For the first table one
-document is whole, and then in so many fragments, all of them on this device: their states are folded as between ranks,
-without an exchange. Errors are of the output, and the largest of a gradient, against the same layer in fp32 by
-Transformers' own functions; the second one over the first one should be at most 1.5.
+document is whole, and then in so many fragments, all of them on this device: their states are folded as between
+ranks. Errors are of the output, and the largest of a gradient, against the same layer in fp32 by Transformers' own
+functions; the second one over the first one should be at most 1.5. For the second table a pack of documents goes
+through the mixer in one call for all of them, and in batches of documents of about the same length.
 
-For the second table a pack of documents goes through the mixer in one call for all of them, and in batches of
-documents of about the same length, which need no kernel for packs.
-
-Times are medians of the rounds, of both ways in turns. Before them, Triton compiles kernels on one core. For KDA,
-flash-linear-attention tries about 200 configurations, which takes minutes. The folder TRITON_CACHE_DIR keeps them.
+Times are medians of the rounds, of both ways in turns. Before them, Triton compiles kernels, for KDA for minutes. The
+folder TRITON_CACHE_DIR keeps them.
 """
 
 import argparse
@@ -38,11 +36,11 @@ import distca_hf  # noqa: F401 (registers its attention)
 from distca_hf.integrations.models.carried_mixers import carried_forward, halo_tokens_of
 from distca_hf.integrations.models.mixer_calls import DocumentRows
 from distca_hf.integrations.models.mixers import mixers_of
-from lib.devices import synchronize
 from lib.documents import parse_documents, spelled_out
-from lib.parser import add_device, chosen_modes, count, parser_of
-from lib.states import rows_on_one_device
+from lib.parser import add_device, count, names, parser_of
 from lib.tables import head, row
+from lib.trainer_batches import rows_on_one_device
+from lib.wires import synchronize
 
 
 # Sizes of a layer, as in models of about 30 billion parameters; families and what their configurations call sizes.
@@ -168,7 +166,7 @@ def pack_row(mixer: nn.Module, options: argparse.Namespace, device: torch.device
 def main() -> None:
     parser = parser_of(__doc__)
     add, either = parser.add_argument, argparse.BooleanOptionalAction
-    add("--families", default=",".join(FAMILIES), help="comma-separated")
+    add("--families", type=names(FAMILIES, "family"), default=",".join(FAMILIES), help="comma-separated")
     add("--tokens", type=count, default=32_768, help="of the document that is cut")
     add("--fragments", type=count, default=8, help="equally long parts of it")
     add("--pack", default="8192,4x2048,16x512,64x128", help="lengths of a pack's documents")
@@ -178,11 +176,12 @@ def main() -> None:
     add("--rounds", type=count, default=5, help="times that every way is measured, in turns")
     add_device(parser)
     options = parser.parse_args()
-    families = chosen_modes(parser, options.families, FAMILIES, "family") or [*FAMILIES]
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}; hidden {options.hidden_size}")
-    mixers = {family: mixer_of(family, options.hidden_size, options.divide_heads, device) for family in families}
+    mixers = {
+        family: mixer_of(family, options.hidden_size, options.divide_heads, device) for family in options.families
+    }
     cut = f"One document of {options.tokens:,} tokens, whole and in {options.fragments} fragments"
     of_cut = ("error, whole", "cut ÷ whole", "of gradients, whole", "cut ÷ whole", "whole, ms", "time, cut ÷ whole")
     pack, of_pack = f"A pack of {spelled_out(options.pack)}", ("one call, ms", "a row each ÷ one call", "difference")

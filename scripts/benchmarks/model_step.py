@@ -5,20 +5,10 @@
     torchrun --nproc-per-node 2 scripts/benchmarks/model_step.py --device cpu --preset tiny --documents 256,4x64
 
 A step is forward and backward of all layers, the head and the loss (`lib/whole_model.py`), FSDP's collectives,
-and AdamW; weights and its state are fp32, everything in between is bf16. Activation checkpointing keeps attention's
-outputs, as the product does by default. Both modes run in one process with the same weights, documents, kernel and
-process groups, one after the other, again and again. Documents must fill all ranks: their tokens are divided evenly.
-If one of them does not fit a rank, `local` is left out, and that is said.
-
-In the table, each figure of the slowest or largest rank:
-
-    step                median of the rounds, from a barrier until the device is done
-    MFU                 flops of the model, head and attention included, nothing twice, of the device's bf16 peak
-    peak                memory that torch had given out at once
-    loss                mean over all labels; if modes differ, the script exits with 1 at its end
-    planned max/mean    attended pairs of the busiest rank over the mean
-
-Settings of the product come from its environment variables, for example DISTCA_KV_RESIDENCY=keep.
+and AdamW; weights and its state are fp32, everything in between is bf16. Both modes run in one process with the same
+weights, documents, kernel and process groups, one after the other, again and again. Documents must fill all ranks. If
+one of them does not fit a rank, `local` is left out, and that is said. If losses of modes differ, the script exits
+with 1 at its end. Columns of the table: README.md.
 """
 
 import argparse
@@ -27,15 +17,13 @@ import torch
 import torch.distributed as dist
 
 from lib.documents import random_tokens
-from lib.header import facts_of
-from lib.heads import add_head
 from lib.model import read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import write_figures
 from lib.place import Place
-from lib.report import MFU, STEP_MS, TOKENS_PER_SECOND, equal_losses, load_of, rates_of
+from lib.report import MFU, STEP_MS, TOKENS_PER_SECOND, equal_losses, facts_of, load_of, rates_of
 from lib.tables import Columns, figure, peak_gib, table_of
-from lib.whole_model import MODES, TrainingRunner, build_planned, fitting_modes
+from lib.whole_model import HEADS, MODES, TrainingRunner, build_planned, fitting_modes, use_head
 
 
 COLUMNS: Columns = {
@@ -55,9 +43,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
-    add_head(parser, "none")
+    parser.add_argument("--head", choices=HEADS, default="none", help="none is Transformers' own")
     parser.set_defaults(checkpointing="saved")
-    return parse_shared(parser, MODES)
+    return parse_shared(parser)
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
@@ -70,19 +58,19 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     tokens_per_rank = sum(lengths) // num_ranks
     config = read_config(options, max(lengths))
     place = Place.build(config, options, device)
+    use_head(place.model, options.head)
     place.enable(tokens_per_rank, max(lengths), options)
     documents = random_tokens(lengths, config.get_text_config().vocab_size)
     names = options.modes or fitting_modes(lengths, num_ranks)
     steps = options.warmup + options.rounds
     planned = {name: build_planned(name, place, documents, steps) for name in names}
     runner = TrainingRunner(place)
-    measured = runner.run([each.mode for each in planned.values()], options.warmup, options.rounds)
+    measured = runner.run([mode for mode, _ in planned.values()], options.warmup, options.rounds)
     if dist.get_rank() == 0:
         load = load_of(options, place.shape, num_ranks, device)
         figures = {
-            name: rates_of(measured[name], load)
-            | {"imbalance": each.imbalance, "longest_document_tokens": max(lengths)}
-            for name, each in planned.items()
+            name: rates_of(measured[name], load) | {"imbalance": imbalance, "longest_document_tokens": max(lengths)}
+            for name, (_, imbalance) in planned.items()
         }
         header = "; ".join([*facts_of(options, config, load.tokens, device), f"head {options.head}, fused AdamW"])
         if not options.modes and "local" not in names:

@@ -12,18 +12,16 @@ product's:
     shaped       they are also divided anew among the micro-batches, by simulated time (`pipeline=`)
 
 Predicted seconds come from runs without a pipeline. Each part of the model runs on a light, a middle and a heavy
-micro-batch. Two numbers are fitted to that, for each part and for forward and backward: seconds of a micro-batch of no
-attended pairs, and seconds of a pair. All micro-batches follow from these, and the step from the simulation of the
-schedule (`distca_hf/pipelines/schedules.py`). Parts have different times, because the first has the embedding, and
-the last the head and the loss. A hop between stages is timed, too. Left out are DDP's sums of gradients. There
-is no optimizer, so that all steps have the same loss; if losses differ, the script exits with 1.
+micro-batch. Seconds of a micro-batch of no attended pairs and of a pair are fitted to that, for each part, forward and
+backward. The step follows from the simulation of the schedule (`distca_hf/pipelines/schedules.py`). A hop between
+stages is timed, too; DDP's sums of gradients are left out. There is no optimizer, so that all steps have the same
+loss; if losses differ, the script exits with 1.
 
 Shaping itself knows no measured times: it divides by the costs that the loader assumes of every such model. The
 vocabulary is small by default, so that the last part is about as long as the others.
 """
 
 import argparse
-import gc
 import shutil
 import statistics
 from contextlib import nullcontext
@@ -44,13 +42,12 @@ from distca_hf.layout import Layout
 from distca_hf.pipelines.schedules import Queues, Schedule
 from distca_hf.pipelines.stages import StepInputs
 from distca_hf.placement.place import fill_in_order
-from lib.header import machine_facts
 from lib.options import on_all_ranks
 from lib.parser import count, parser_of
 from lib.pipeline import PartTimes, Stages, StepSetup, add_pipeline, write_model
-from lib.report import equal_losses
+from lib.report import equal_losses, machine_facts
 from lib.tables import head, row
-from lib.wires import WiredPlugin, Wires
+from lib.wires import WiredPlugin, Wires, free_memory
 
 
 COLUMNS = (
@@ -121,9 +118,7 @@ def measure_pipelines(
         losses += of_ways
         notes.append(note)
         del stages
-        gc.collect()  # before the next parts are read
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(device)  # before the next parts are read
     return losses, notes
 
 
@@ -149,7 +144,10 @@ def compare(
     tokens = {way: step.tokens for way, step in steps.items()}
     if len(set(tokens.values())) > 1:
         raise SystemExit(f"ways have other tokens: {tokens}")
-    times = fit(options, stages, steps["as packed"])
+    # Lines through times of a light, a middle and a heavy micro-batch.
+    packed, by_pairs = steps["as packed"], np.argsort(steps["as packed"].pairs, kind="stable")
+    chosen = sorted({int(by_pairs[place]) for place in (0, len(by_pairs) // 2, -1)})
+    times = PartTimes.fit(packed.pairs[chosen], stages.part_seconds(packed.inputs, chosen, options.rounds))
     hop_seconds, schedule = stages.hop_seconds(), Schedule(pipeline, options.micro_batches, options.queues)
     predicted = {
         way: float(schedule.step_seconds_of_parts(*times.of(step.pairs), hop_seconds)) for way, step in steps.items()
@@ -191,13 +189,6 @@ def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: P
     tokens = torch.stack([batch["attention_mask"].sum() for batch in batches]).sum()
     dist.all_reduce(tokens)
     return Step(StepInputs.of(batches), pairs, int(tokens))
-
-
-def fit(options: argparse.Namespace, stages: Stages, step: Step) -> PartTimes:
-    """Times parts on a light, a middle and a heavy micro-batch, and fits lines. A collective call."""
-    by_pairs = np.argsort(step.pairs, kind="stable")
-    chosen = sorted({int(by_pairs[place]) for place in (0, len(by_pairs) // 2, -1)})
-    return PartTimes.fit(step.pairs[chosen], stages.part_seconds(step.inputs, chosen, options.rounds))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 
 from distca_hf.analysis.decoder_size import GIB, Checkpointing, TrainingSetup
 from distca_hf.analysis.memory import estimate_memory
-from distca_hf.analysis.models import PRESETS, ModelShape, ModelSize
+from distca_hf.analysis.models import PRESETS, ModelSize
 from distca_hf.arrays import ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
@@ -31,12 +31,6 @@ PEAKS = Path(__file__).parents[2] / "docs" / "benchmarks" / "measured-peaks.json
 LLAMA_8B = PRESETS["llama3-8b"]
 HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # of all models that were measured
 LAYERS = 4
-
-
-def _size(model: ModelShape) -> ModelSize:
-    """Returns the numbers of weights, which every model of the table has."""
-    assert model.size is not None
-    return model.size
 
 
 def _few_layers(vocabulary: int, head: bool) -> ModelSize:
@@ -57,7 +51,7 @@ def _few_layers(vocabulary: int, head: bool) -> ModelSize:
 SIZES = {
     "": _few_layers(128_256, head=False),
     "vocabulary of 32,000": _few_layers(32_000, head=True),
-    **{name: _size(PRESETS[name]) for name in ("llama3-8b", "qwen3-4b")},
+    **{name: size for name in ("llama3-8b", "qwen3-4b") if (size := PRESETS[name].size)},
 }
 
 

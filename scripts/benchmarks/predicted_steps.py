@@ -9,6 +9,7 @@ since 2026-11-26 (docs/benchmarks/kernels.md): steps from before have the profil
 """
 
 import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, ClusterProfile, find_profile
 from distca_hf.analysis.profiles.curves import Notes
 from lib.parser import profile_name, whole
-from lib.planning.predicted import Compared, compare, compare_servers, read_measured, simulate_row
+from lib.planning.predicted import Compared, MeasuredRow, compare, compare_servers, simulate_row
 from lib.planning.published_setting import GPUS, MODELS, PUBLISHED, K, simulate_point, with_faster_links
 from lib.tables import head, row
 
@@ -25,6 +26,8 @@ from lib.tables import head, row
 SERVERS_GPU = "H200"
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 MEASURED = BENCHMARKS / "measured-steps.json"
+# Profiles that were measured before long prefixes were called as they are now.
+FORMER = str(BENCHMARKS / "profiles" / "{}.json")
 
 
 def main() -> None:
@@ -45,10 +48,12 @@ def measured_lines(cluster: str | None) -> Iterator[str]:
     of the GPUs of each row, and of the kernel calls of its time."""
     notes, all_compared = Notes(), list[Compared]()
     yield head(["page", "GPUs, links", "documents", "ratio", "measured", "predicted", "error"], 4)
-    for measured in read_measured(MEASURED):
-        profile = find_profile(cluster or (measured.gpu if measured.heads_apart else former_profile(measured.gpu)))
+    for values in json.loads(MEASURED.read_text())["rows"]:
+        measured = MeasuredRow(**{"gpu": "H200", **values})
+        own = measured.gpu if measured.heads_apart else FORMER.format(measured.gpu.lower())
+        profile = find_profile(cluster or own)
         all_compared += compare(measured, simulate_row(measured, profile, notes))
-    all_compared += compare_servers(MEASURED, find_profile(cluster or former_profile(SERVERS_GPU)))
+    all_compared += compare_servers(MEASURED, find_profile(cluster or FORMER.format(SERVERS_GPU.lower())))
     for one in all_compared:
         ratios = f"{one.measured:.3f}", f"{one.simulated:.3f}", f"{one.error:+.1%}"
         page = one.row.page.removesuffix(".md")
@@ -61,11 +66,6 @@ def measured_lines(cluster: str | None) -> Iterator[str]:
         yield row([gpu, name, len(errors), f"{sum(errors) / len(errors):+.1%}", f"{max(errors, key=abs):+.1%}"])
     yield ""
     yield from (f"- {line}" for line in notes.lines())
-
-
-def former_profile(gpu: str) -> str:
-    """Returns the file of the profile that was measured before long prefixes were called as they are now."""
-    return str(BENCHMARKS / "profiles" / f"{gpu.lower()}.json")
 
 
 def published_lines(profile: ClusterProfile, batches: int) -> Iterator[str]:

@@ -8,28 +8,20 @@ Modes train one after the other in one process, from the same random weights. Al
 documents in every step: their losses must follow each other. (Padded batches count the first token of each document
 as a label, so theirs are a little smaller.) If one is further than --most-difference from that of the first mode, the
 script exits with 1 at its end. Settings are TRL's own (activation checkpointing, bf16 on GPUs) under DDP. On CPUs
-`plain` attends across documents: TRL asks for FlashAttention there.
-
-In the table, each figure of the slowest or largest rank:
-
-    step                        median of the steps after --warmup, from a barrier until the device is done
-    tokens/s/GPU                all tokens over all time of these steps
-    tokens max/mean             of the ranks' batches, mean over these steps
-    host ms                     median of the host's time from a step's batches until the embedding is called, of the
-                                rank that comes last: it waits for no other
-    peak                        memory that torch had given out at once
-    furthest from first mode    largest difference of a step's logged loss, and at which step
+`plain` attends across documents: TRL asks for FlashAttention there. Columns of the table: README.md.
 """
 
 import argparse
 import copy
 import statistics
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -38,14 +30,13 @@ from trl import SFTConfig, SFTTrainer
 
 import distca_hf
 from distca_hf.analysis.lengths import read_lengths
-from lib.devices import largest, of_all_ranks
 from lib.documents import random_tokens
-from lib.header import machine_facts
 from lib.model import read_config
 from lib.parser import at_least_two, count, parser_of, whole
-from lib.report import TOKENS_PER_SECOND
-from lib.tables import Columns, figure, number, peak_gib, table_of
-from lib.training.run import StepTimes, add_training, free_memory, furthest_in_words, parse_training, run_modes
+from lib.report import TOKENS_PER_SECOND, machine_facts
+from lib.tables import Columns, figure, number, peak_gib
+from lib.training import run as training
+from lib.wires import free_memory, largest, of_all_ranks
 
 
 MODES = {
@@ -55,6 +46,7 @@ MODES = {
     "padded": "as SFTTrainer is without any setting: padded batches",
     "attached-padded": "padded, with plugin.attach",
 }
+OTHER_DOCUMENTS = ("packing",)
 COLUMNS: Columns = {
     "step ms": figure("step_seconds", 1e3, 1),
     "÷ first": figure("ratio_to_first", 1, 3),
@@ -103,9 +95,11 @@ def main() -> None:
     args = sft_config(options, "plain", 0)
     device, num_ranks = args.device, args.world_size  # opens the process group
     longest, batch_size = options.longest, options.batch_size
-    lengths = cycled(read_lengths(options.lengths).tokens.clip(2, longest).tolist(), options)
+    lengths = read_lengths(options.lengths).tokens.clip(2, longest)
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(options.seed)).numpy()
+    chosen = np.resize(lengths[order], options.steps * batch_size * num_ranks)  # again and again until they are enough
     config = read_config(options, longest)
-    documents = random_tokens(lengths[: options.steps * batch_size * num_ranks], config.vocab_size)
+    documents = random_tokens(chosen.tolist(), config.vocab_size)
     mean_tokens = sum(map(len, documents)) / len(documents)
     facts = [
         *machine_facts(device),
@@ -116,38 +110,22 @@ def main() -> None:
     ]
     packs = max(1, round(batch_size * mean_tokens / longest))
     dataset = Dataset.from_dict({"input_ids": documents})
-    run_modes(options, facts, lambda mode: train(mode, config, dataset, packs, options), table, {"packing"})
-
-
-def cycled(lengths: list[int], options: argparse.Namespace) -> list[int]:
-    """Returns lengths in an order drawn once, again and again until they are enough."""
-    generator = torch.Generator().manual_seed(options.seed)
-    order = torch.randperm(len(lengths), generator=generator).tolist()
-    needed = options.steps * options.batch_size * dist.get_world_size()
-    return [lengths[order[place % len(order)]] for place in range(needed)]
+    train_mode = partial(train, config=config, documents=dataset, packs=packs, options=options)
+    training.run_modes(options, facts, train_mode, step_figures, COLUMNS, OTHER_DOCUMENTS)
 
 
 def sft_config(options: argparse.Namespace, mode: str, packs: int) -> SFTConfig:
     """Returns settings of a mode; a batch of `packing` has so many packs."""
-    on_cpu, is_packing = options.device == "cpu", mode == "packing"
+    is_packing = mode == "packing"
     return SFTConfig(
-        output_dir="bench_output",
-        max_steps=options.steps,
+        **training.common_arguments(options),
         per_device_train_batch_size=packs if is_packing else options.batch_size,
         max_length=options.longest if is_packing else None,
         packing=is_packing,
         padding_free=mode in ("plain", "attached"),
-        learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
-        use_cpu=on_cpu,
-        bf16=not on_cpu,
-        use_liger_kernel=options.liger,
         train_sampling_strategy="sequential",
         gradient_checkpointing_kwargs={"use_reentrant": False},
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
 
 
@@ -172,7 +150,7 @@ def train(
             dtype=torch.float32,
         )
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
-    times = StepTimes(device)
+    times = training.StepTimes(device)
     trainer = SFTTrainer(
         model=model,
         args=args,
@@ -183,10 +161,7 @@ def train(
     if is_attached:
         distca_hf.DistCAPlugin(kernel=options.kernel).attach(trainer)
     host = HostTimes(trainer)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    trainer.train()
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peak = training.train_and_watch(trainer, device)
     *seconds, peak_bytes = largest([*times.seconds, peak], device)
     least = [-seconds for seconds in largest([-seconds for seconds in host.seconds], device)]
     of_ranks = of_all_ranks(torch.tensor(host.tokens[: options.steps], device=device))
@@ -200,29 +175,20 @@ def train(
     }
 
 
-def table(runs: list[dict[str, Any]], warmup: int) -> str:
-    """Returns a Markdown table with a row for each training; the first one is what the others are compared with."""
-    figures: dict[str, dict[str, Any]] = {}
-    for run in runs:
-        seconds, tokens = run["seconds"][warmup:], run["tokens"][warmup:]
-        is_other = run["mode"] == "packing" and run is not runs[0]
-        own = run | {
-            "step_seconds": statistics.median(seconds),
-            "tokens_per_second": sum(map(sum, tokens)) / len(tokens[0]) / sum(seconds),
-            "uneven": statistics.mean(max(of_ranks) * len(of_ranks) / sum(of_ranks) for of_ranks in tokens),
-            "host": statistics.median(run["host_seconds"][warmup:]),
-            "furthest": "other documents" if is_other else furthest_in_words(runs[0], run),
-        }
-        first = next(iter(figures.values()), own)
-        own["ratio_to_first"] = own["step_seconds"] / first["step_seconds"]
-        own["speed_to_first"] = own["tokens_per_second"] / first["tokens_per_second"]
-        figures[run["mode"]] = own
-    return table_of(COLUMNS, figures)
+def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]:
+    """Returns figures of the steps of a training after those of the warmup."""
+    seconds, tokens = run["seconds"][warmup:], run["tokens"][warmup:]
+    return {
+        "step_seconds": statistics.median(seconds),
+        "tokens_per_second": sum(map(sum, tokens)) / len(tokens[0]) / sum(seconds),
+        "uneven": statistics.mean(max(of_ranks) * len(of_ranks) / sum(of_ranks) for of_ranks in tokens),
+        "host": statistics.median(run["host_seconds"][warmup:]),
+    }
 
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, MODES)
-    add_training(parser, "plain,packing,attached", 1e-5)
+    training.add_training(parser, MODES, "plain,packing,attached", 1e-5)
     parser.set_defaults(preset="qwen3-0.6b")
     add, of_documents = parser.add_argument, "of documents: a shipped sample, or a file, as distca plan"
     add("--lengths", type=Path, default=Path("prolong"), help=of_documents)
@@ -230,7 +196,7 @@ def parse() -> argparse.Namespace:
     add("--batch-size", type=count, default=8, help="documents of a rank and step")
     add("--seed", type=whole, default=0, help="of the order of documents")
     add("--attention", default="flash_attention_4", help="attn_implementation of plain and packing")
-    options = parse_training(parser, MODES)
+    options = training.parse_training(parser)
     if options.device == "cpu" and options.attention == "flash_attention_4":
         options.attention = "sdpa"
     return options

@@ -19,19 +19,7 @@ other, again and again, on the batches of another task in every round.
     none    documents as long as those of grpo, no two of which begin alike
 
 Lengths of turns, answers and tool outputs are drawn from half to one and a half of the mean. Documents of a rank are a
-pack. There is no head, and the loss is a weighted mean of squared hidden states of all documents' tokens: a gradient
-for every row.
-
-Figures of the table are of the slowest or largest rank:
-
-    step            median of the rounds, from a barrier until the device is done
-    ÷ first         median of the rounds' ratios to the first mode
-    given           tokens of the documents, a step, on all ranks
-    trie ÷ given    tokens that remain if every token with equal tokens before it in its micro-batch counts once
-    ÷ trie, ÷ work  medians of the rounds' ratios to the first mode, divided by the part of tokens, or of flops, that
-                    remains. A token that remains attends to as many others as before
-    computed ÷ given    rows that the first decoder layer got, with the padding of ranks without tokens
-    peak            most memory that torch had allocated at once
+pack. The loss is one of hidden states of all documents' tokens, without a head. Columns of the tables: README.md.
 """
 
 import argparse
@@ -45,18 +33,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distca_hf.arrays import IntArray
 from distca_hf.integrations.models.sharing import Sharing
 from lib.documents import batch_of
 from lib.model import Shape, read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
-from lib.parser import count, whole
+from lib.parser import count, names, whole
 from lib.place import Mode, Place
 from lib.prefix_documents import WORKLOADS, Drawn, MicroBatch, equal_beginnings
 from lib.report import EXCHANGED_GB, STEP_MS, Measured
 from lib.tables import Columns, Figures, figure, number, peak_gib
 from lib.trainer_batches import AsOfTrainer, Batch, Batches
-from lib.whole_model import TrainingRunner
-from lib.workloads import Workload, add_workloads, measure_workloads, parse_workloads
+from lib.whole_model import TrainingRunner, Workload, measure_workloads
 
 
 MODES = {
@@ -85,7 +73,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
     parser.set_defaults(modes="plain,unshared,shared", checkpointing="saved")
-    add_workloads(parser, WORKLOADS)
+    chosen = names(WORKLOADS, "workload")
+    parser.add_argument("--workloads", type=chosen, default=",".join(WORKLOADS), help="comma-separated, see above")
     parser.add_argument("--prompt-tokens", type=count, default=4096, help="of every prompt")
     parser.add_argument("--turn-tokens", type=count, default=512, help="mean of an agent's turn, or of an answer")
     parser.add_argument("--tool-tokens", type=count, default=512, help="mean of a tool's output")
@@ -98,8 +87,7 @@ def parse() -> argparse.Namespace:
         "--micro-batches", type=count, default=1, help="of a step of trees, or of grpo (steps_per_generation)"
     )
     parser.add_argument("--seed", type=whole, default=0, help="of lengths, branches and tokens")
-    options = parse_shared(parser, MODES)
-    parse_workloads(parser, options, WORKLOADS)
+    options = parse_shared(parser)
     if options.rows % 2:
         parser.error(f"--rows {options.rows} is odd, and dpo has pairs of rows")
     return options
@@ -117,17 +105,25 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     config = read_config(options, longest)
     place = Place.build(config, options, device)
     place.enable(0, longest, options)
-    counted, vocabulary = CountedRows(place.model.layers[0]), config.get_text_config().vocab_size
+    counted, vocabulary = count_rows(place.model.layers[0]), config.get_text_config().vocab_size
     number = min(options.tasks, options.warmup + options.rounds)
 
     def measure_one(workload: str) -> Workload:
         steps = [WORKLOADS[workload](Drawn(options, workload, step, vocabulary), num_ranks) for step in range(number)]
-        batches = [[_pack(place, micro_batch) for micro_batch in step] for step in steps]
-        counts = {name: CountedBatches(_batches(name, place, batches), counted) for name in options.modes}
-        modes = [_mode(name, of_mode) for name, of_mode in counts.items()]
+        own = [[micro_batch[place.wires.rank] for micro_batch in step] for step in steps]
+        counts = {name: CountedBatches(_batches(name, place, own), counted) for name in options.modes}
+        unshared = partial(mock.patch.object, Sharing, "refusal", return_value="this mode shares nothing")
+        modes = [
+            Mode(name, "bench_whole", of_mode)
+            if name == "plain"
+            else Mode.of_product(name, of_mode, *[unshared] * (name == "unshared"))
+            for name, of_mode in counts.items()
+        ]
         measured = TrainingRunner(place).run(modes, options.warmup, options.rounds)
         timed = [steps[(options.warmup + at) % number] for at in range(options.rounds)]
-        computed = {name: _over_ranks(of_mode.rows[options.warmup :], device) for name, of_mode in counts.items()}
+        rows = torch.tensor([of_mode.rows[options.warmup :] for of_mode in counts.values()], device=device)
+        dist.all_reduce(rows)
+        computed = dict(zip(counts, rows.tolist(), strict=True))
         further = further_figures(measured, computed, timed, place.shape)
         given = sum(further[options.modes[0]]["given_tokens"])
         return given // options.rounds // num_ranks, measured, further
@@ -135,20 +131,16 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     measure_workloads(options, config, device, measure_one, COLUMNS, "loss of states")
 
 
-class CountedRows:
-    """Counts the rows of a decoder layer's calls.
+def count_rows(layer: nn.Module) -> list[int]:
+    """Returns a list that will hold the rows of every call of a decoder layer."""
+    counted, forward = list[int](), layer.forward
 
-    Attributes:
-        latest: rows of the latest call.
-    """
+    def count_and_run(hidden_states: torch.Tensor, *args: Any, **given: Any) -> Any:
+        counted.append(hidden_states.shape[0] * hidden_states.shape[1])
+        return forward(hidden_states, *args, **given)
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.latest, self._forward = 0, layer.forward
-        layer.forward = self._count
-
-    def _count(self, hidden_states: torch.Tensor, *args: Any, **given: Any) -> Any:
-        self.latest = hidden_states.shape[0] * hidden_states.shape[1]
-        return self._forward(hidden_states, *args, **given)
+    layer.forward = count_and_run
+    return counted
 
 
 class CountedBatches:
@@ -158,7 +150,7 @@ class CountedBatches:
         rows: of each step, on this rank.
     """
 
-    def __init__(self, batches: Batches, counted: CountedRows) -> None:
+    def __init__(self, batches: Batches, counted: list[int]) -> None:
         self.rows: list[int] = []
         self._batches, self._counted = batches, counted
 
@@ -169,7 +161,7 @@ class CountedBatches:
         self.rows.append(0)
         for batch in self._batches:
             yield batch
-            self.rows[-1] += self._counted.latest
+            self.rows[-1] += self._counted[-1]
 
 
 class InTurns:
@@ -185,39 +177,17 @@ class InTurns:
         return iter(next(self._steps))
 
 
-def _pack(place: Place, micro_batch: MicroBatch) -> Batch:
-    """Returns a pack of this rank's documents."""
-    documents = micro_batch[place.wires.rank]
-    return {**batch_of([(at, 0, len(tokens)) for at, tokens in enumerate(documents)], documents, place.device)}
-
-
-def _batches(name: str, place: Place, steps: Sequence[Sequence[Batch]]) -> Batches:
-    """Returns the batches of a mode, for all steps."""
-    if name != "plain":
-        return AsOfTrainer(place.model, steps, shares=name == "shared")
-    return InTurns([[{**batch, "bench_work": place.whole_work(_lengths(batch))} for batch in step] for step in steps])
-
-
-def _lengths(batch: Batch) -> list[int]:
-    """Returns the lengths of a pack's documents."""
-    positions = batch["position_ids"][0]
-    first = (positions == 0).nonzero().flatten()
-    return torch.cat([first, first.new_tensor([len(positions)])]).diff().tolist()
-
-
-def _mode(name: str, batches: Batches) -> Mode:
-    """Returns the mode of a name with its batches."""
-    if name == "plain":
-        return Mode(name, "bench_whole", batches)
-    unshared = partial(mock.patch.object, Sharing, "refusal", return_value="this mode shares nothing")
-    return Mode.of_product(name, batches, *[unshared] * (name == "unshared"))
-
-
-def _over_ranks(rows: Sequence[int], device: torch.device) -> list[int]:
-    """Returns the sums of rows over ranks. A collective call."""
-    numbers = torch.tensor(rows, dtype=torch.int64, device=device)
-    dist.all_reduce(numbers)
-    return [int(value) for value in numbers.tolist()]
+def _batches(name: str, place: Place, steps: Sequence[Sequence[Sequence[IntArray]]]) -> Batches:
+    """Returns the batches of a mode, for the documents of this rank in the micro-batches of all steps: packs."""
+    made: list[list[Batch]] = []
+    for step in steps:
+        made.append([])
+        for documents in step:
+            lengths = [len(tokens) for tokens in documents]
+            segments = [(number, 0, tokens) for number, tokens in enumerate(lengths)]
+            work = {"bench_work": place.whole_work(lengths)} if name == "plain" else {}
+            made[-1].append({**batch_of(segments, documents, place.device), **work})
+    return InTurns(made) if name == "plain" else AsOfTrainer(place.model, made, shares=name == "shared")
 
 
 def further_figures(

@@ -9,21 +9,11 @@
 Modes train one after the other in one process. All begin with the same random weights and have the same documents in
 every optimizer step. All use AdamW, bf16, FSDP2 and activation checkpointing; on CPUs fp32 and DDP. So their losses
 must follow each other: if one is further than --most-difference from that of the first mode, the script exits with 1
-at its end. With --checkpointed-attention save only `packing` recomputes attention: `recompute` is like for like.
+at its end. At a high learning rate from the first step on, rounding decides at which step losses of random weights
+jump. So the rate is low, and with --rising-steps it begins at 0.
 
-Weights are random. At a high learning rate from the first step on, losses jump now and then, and rounding decides at
-which step. So losses of two right modes drift apart. The rate is low, and with --rising-steps it begins at 0. Drift
-shows late, an error in the first steps: the table has the step.
-
-In the table, step times and MFU are medians of the steps after --warmup:
-
-    MFU                         flops of the model, head and attention included, nothing twice, of the bf16 peak
-    peak                        memory that torch had given out at once, on the rank that had most. With `save`
-                                `ulysses` keeps attention outputs in both layouts, by heads and by tokens, which is
-                                this program's choice
-    held before                 memory that modes before have left, on the rank that had most; in the peak, too
-    furthest from first mode    largest difference of a step's loss, the mean over all labels, and at which step
-    planned max/mean            attended pairs of the busiest rank over the mean, if the product plans
+With --checkpointed-attention save only `packing` recomputes attention (`recompute` is like for like), and the peak of
+`ulysses` holds attention outputs in both layouts, which is this program's choice. Columns of the table: README.md.
 """
 
 import argparse
@@ -34,10 +24,10 @@ import torch.distributed as dist
 from datasets import Dataset
 
 from lib.baselines.attention import register_ways
-from lib.header import machine_facts
 from lib.model import read_config
 from lib.parser import MOST, add_tokens_per_rank, count, parser_of, whole, words
-from lib.training.run import MODES, add_training, parse_training, run_modes, table, train, training_arguments
+from lib.report import machine_facts
+from lib.training.run import MODES, add_training, parse_training, run_modes, train, training_arguments
 
 
 SHORT_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -69,7 +59,7 @@ def main() -> None:
         f"learning rate {options.learning_rate}"
         + f", reached after {options.rising_steps} rising steps" * bool(options.rising_steps),
     ]
-    run_modes(options, facts, lambda mode: train(mode, config, dataset, options), table)
+    run_modes(options, facts, lambda mode: train(mode, config, dataset, options))
 
 
 def training_documents(micro_batches: int, long_tokens: int, capacity_tokens: int, vocabulary: int) -> Dataset:
@@ -98,7 +88,7 @@ def training_documents(micro_batches: int, long_tokens: int, capacity_tokens: in
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, MODES)
-    add_training(parser, "distca,ulysses", 3e-5)
+    add_training(parser, MODES, "distca,ulysses", 3e-5)
     add = parser.add_argument
     add("--vocabulary", type=words, help="tokens of the vocabulary, if not as many as the model has")
     add("--rising-steps", type=whole, default=0, help="steps over which the learning rate rises to its value, from 0")
@@ -107,7 +97,7 @@ def parse() -> argparse.Namespace:
     add("--packing-attention", default="flash_attention_4", help="attn_implementation of packing")
     kept = ["save", "offload", "recompute"]
     add("--checkpointed-attention", choices=kept, default="save", help="as in settings")
-    options = parse_training(parser, MODES)
+    options = parse_training(parser)
     if options.checkpointed_attention == "offload" and "ulysses" in options.modes:
         parser.error("--checkpointed-attention offload is the product's own: leave ulysses out of --modes")
     return options

@@ -10,6 +10,7 @@ The time of a batch is the shortest processor time of several plans. Ways take t
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -54,12 +55,6 @@ class Way:
         self.keys.append(int(transfers.rows_between(plan.layout.num_ranks).sum()) // plan.tasks.head_groups)
 
 
-def planner(num_ranks: int, layer_masks: LayerMasks) -> PlacedPlanner:
-    """Returns the planner of a training, whose ranks hold as many tokens as a batch brings."""
-    config = DistCAConfig(tokens_per_rank=MAX_DOCUMENT_TOKENS, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
-    return PlacedPlanner(config, num_ranks, HEAD_GROUPS, layer_masks=layer_masks)
-
-
 def take_times(batches: list[IntArray], planners: list[PlacedPlanner], ways: list[Way]) -> None:
     """Plans every batch in every way, in turns."""
     for documents in batches:
@@ -88,8 +83,11 @@ def main() -> None:
     for mix, num_ranks in product(MIXES, options.ranks):
         tokens = num_ranks * options.tokens_per_rank
         batches = [batch(mix, num_ranks, options.tokens_per_rank, tokens, seed) for seed in range(options.seeds)]
+        # Ranks hold as many tokens as a batch brings.
+        config = DistCAConfig(tokens_per_rank=MAX_DOCUMENT_TOKENS, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
         for name, layer_masks in MODELS.items():
-            planners = [planner(num_ranks, CAUSAL_LAYERS), planner(num_ranks, layer_masks)]
+            placing = partial(PlacedPlanner, config, num_ranks, HEAD_GROUPS)
+            planners = [placing(layer_masks=CAUSAL_LAYERS), placing(layer_masks=layer_masks)]
             alone, both = ways = [Way(), Way()]
             for documents in batches:
                 for each, way in zip(planners, ways, strict=True):

@@ -81,23 +81,23 @@ def _of_job(mark: str) -> list[int]:
 
 def _train(folder: Path, killed: int) -> None:
     """Trains until a rank kills itself."""
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     import distca_hf
     from support.data import random_dataset
     from support.models import tiny_model
+    from support.signalled import At
     from support.training import quiet_arguments
 
-    class Kill(TrainerCallback):
-        def on_step_begin(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-        ) -> None:
-            if state.global_step == STEP and args.process_index == killed:
-                (folder / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+    def kill() -> None:
+        if int(os.environ["RANK"]) == killed:
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     arguments = TrainingArguments(**quiet_arguments(folder, max_steps=1000, use_cpu=True))
-    trainer = Trainer(tiny_model(), arguments, train_dataset=random_dataset(60), callbacks=[Kill()])
+    trainer = Trainer(
+        tiny_model(), arguments, train_dataset=random_dataset(60), callbacks=[At("on_step_begin", kill, STEP)]
+    )
     distca_hf.DistCAPlugin(tokens_per_rank=96).attach(trainer)
     trainer.train()
 

@@ -6,12 +6,9 @@
 
 A tiny Llama, through `torchrun -m distca_hf.run` and an unmodified Trainer, with supervisors that replace lost
 servers: on CPUs over gloo, or with `--device cuda` on one GPU for each process over NCCL, with longer documents in
-bf16. A server is lost a random moment after a step has counted with it, so that some are lost before a call, some
-inside one and some between two. Exit status 1: a run failed, a server was left out, a loss or a norm differs or is
-NaN, or something grows from loss to loss.
-
-Each loss is printed with sizes of a trainer. Whether they grow is printed when the training with losses has ended.
-Then the same steps run without servers, and losses are compared.
+bf16. A server is lost a random moment after a step has counted with it. Each loss is printed with sizes of a trainer,
+and at the end whether they grow. Then the same steps run without servers. Exit status 1: a run failed, a server was
+left out, a loss or a norm differs or is NaN, or something grows from loss to loss.
 
 With `--one-gpu` all processes share the first GPU. NCCL must be of version 2.30 or later for that: set
 `NCCL_MULTI_RANK_GPU_ENABLE=1`, and LD_PRELOAD to that NCCL if torch brings an earlier one.
@@ -26,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +38,7 @@ from command_lines import count, parser_of, whole
 
 
 REPOSITORY = Path(__file__).parents[2]
-TRAIN = Path(__file__).with_name("lose_servers_train.py")
+TRAIN = REPOSITORY / "tests" / "support" / "lost_servers_training.py"
 print_now = partial(print, flush=True)
 SIGNALS = {"kill": (signal.SIGKILL,), "stop": (signal.SIGSTOP,), "both": (signal.SIGKILL, signal.SIGSTOP)}
 # Module of the processes to harm: the supervisors that replace them run another one.
@@ -224,7 +221,7 @@ def _joined(job: "subprocess.Popen[bytes]", log: Path, number: int) -> psutil.Pr
         text = log.read_text()
         if LEFT_OUT in text:
             sys.exit(f"after {number - 1} losses a server was left out of the training, and none will join")
-        running = [one for one in _servers(job) if one.status() != psutil.STATUS_STOPPED]
+        running = [one for one in psutil.Process(job.pid).children(recursive=True) if _serves(one)]
         if has_served(text, number - 1) and running:
             return max(running, key=lambda one: one.create_time())
         time.sleep(0.05)
@@ -244,13 +241,11 @@ def num_steps(log: str) -> int:
     return log.count("'loss'")
 
 
-def _servers(job: "subprocess.Popen[bytes]") -> Iterator[psutil.Process]:
-    for process in psutil.Process(job.pid).children(recursive=True):
-        try:
-            if SERVER in process.cmdline():
-                yield process
-        except psutil.Error:
-            continue
+def _serves(process: psutil.Process) -> bool:
+    try:
+        return SERVER in process.cmdline() and process.status() != psutil.STATUS_STOPPED
+    except psutil.Error:  # it ended
+        return False
 
 
 def _sizes(job: "subprocess.Popen[bytes]", device: str) -> Sizes:

@@ -10,6 +10,7 @@ no signal. Exit status 1: one of them did not.
 
 import signal
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,12 +61,11 @@ def _runs_well(place: str, batches: str, name: str, workers: int, scratch: Path)
     return not problem
 
 
-def _undisturbed(batches: str, scratch: Path, known: dict[str, dict[int, float]] = {}) -> dict[int, float]:  # noqa: B006
+@cache
+def _undisturbed(batches: str, scratch: Path) -> dict[int, float]:
     """Returns the losses of a training that gets no signal."""
-    if batches not in known:
-        folder = scratch / batches
-        known[batches] = run_ranks(RANKS, losses, folder / "ranks", "forward", batches, 0, folder, False)[0]
-    return known[batches]
+    folder = scratch / batches
+    return run_ranks(RANKS, losses, folder / "ranks", "forward", batches, 0, folder, False)[0]
 
 
 if __name__ == "__main__":

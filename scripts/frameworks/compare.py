@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,26 +31,14 @@ class Framework:
     packages: list[str]
     programs: dict[str, dict[str, Any]]  # `module` and `settings` of each
     file: bool = False
-    section: dict[str, object] | None = None
+    section: dict[str, object] = field(default_factory=dict)
     lowest_python: Sequence[int] = (3, 11)  # the lowest version that it can be installed with
 
 
 SCRIPTS = Path(__file__).parent
-FRAMEWORKS = {
-    name: Framework(**facts)
-    for name, facts in yaml.safe_load((SCRIPTS / "programs.yaml").read_text())["frameworks"].items()
-}
+PROGRAMS = yaml.safe_load((SCRIPTS / "programs.yaml").read_text())
+FRAMEWORKS = {name: Framework(**facts) for name, facts in PROGRAMS["frameworks"].items()}
 LARGEST_DIFFERENCE, LARGEST_IMBALANCE = 1e-5, 1.05
-ENVIRONMENT = {
-    "ACCELERATE_USE_CPU": "true",
-    "AXOLOTL_DO_NOT_TRACK": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(SCRIPTS),
-    "TOKENIZERS_PARALLELISM": "false",
-}
 SHOWN = ("torch", "transformers", "accelerate")
 
 
@@ -80,15 +68,10 @@ def run(command: Sequence[str], log: Path, **more: str) -> None:
     """Runs a command in the folder of its log, which its output goes to, with more variables of the environment."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT | more, cwd=log.parent)
+        environment = os.environ | PROGRAMS["environment"] | {"PYTHONPATH": str(SCRIPTS)} | more
+        done = subprocess.run(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: see {log}")
-
-
-def logged(output: Path) -> list[dict[str, object]]:
-    """Returns what a Trainer logged of its steps."""
-    state = next(output.rglob("trainer_state.json"))
-    return [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
 
 
 def compare(framework: Framework, name: str, environment: Path) -> tuple[float, float]:
@@ -100,7 +83,7 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
     module, settings = framework.programs[name]["module"], framework.programs[name]["settings"]
     runs = []
     variable = {} if framework.section else {"DISTCA_ATTACH": "1"}
-    for kind, variables, section in (("sdpa", {}, {}), ("distca", variable, framework.section or {})):
+    for kind, variables, section in (("sdpa", {}, {}), ("distca", variable, framework.section)):
         output = environment / "runs" / f"{re.sub(r'[^a-z]+', '-', name.lower())}-{kind}"
         if output.exists():
             shutil.rmtree(output)
@@ -115,16 +98,13 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
             words = [_filled(word, places) for word in options]
         launcher = [str(environment / "bin" / "torchrun"), "--nproc-per-node", "2"]
         run([*launcher, "-m", "on_cpus", module, *words], output / "log.txt", **variables)
-        runs.append(logged(output))
+        state = next(output.rglob("trainer_state.json"))
+        runs.append([entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry])
     alone, balanced = runs
-    difference = max(abs(float(a["loss"]) - float(b["loss"])) for a, b in zip(alone, balanced, strict=True))  # type: ignore[arg-type]
-    return difference, max(map(_imbalance, balanced))
-
-
-def _imbalance(entry: dict[str, object]) -> float:
-    """Returns the imbalance of a step's work, or of its attention if only that is known, from a Trainer's log."""
-    logged = entry.get("distca/step_imbalance", entry.get("distca/imbalance"))
-    return float(str(logged))
+    difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(alone, balanced, strict=True))
+    # Of a step's work, or of its attention if only that is known.
+    work = (entry.get("distca/step_imbalance", entry.get("distca/imbalance")) for entry in balanced)
+    return difference, max(work)
 
 
 def _filled(text: str, places: dict[str, Path]) -> str:

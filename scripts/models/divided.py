@@ -1,7 +1,7 @@
 """Which models Transformers divides between tensor or expert ranks, and how exactly they train with distca then, as a
 section of a Markdown page.
 
-    python scripts/models/divided.py [--only MODEL_TYPE ...] [--out PAGE.md]
+    python scripts/models/divided.py [--only MODEL_TYPE ...] [--out sweep.PAGE.md]
 
 Plans for tensor and expert ranks are read from the classes that AutoModelForCausalLM knows. A tiny model of each class
 with a plan (as in `sweep.py`) is saved, and loaded with `DistributedConfig` on two tensor ranks of two data ranks, and
@@ -25,32 +25,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 import distca_hf
+import sweep
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS
 from distca_hf.analysis.check.trial import CAPACITY_TOKENS, Step, documents_dataset, loss_alone
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.distributed import heads_divided_by
 from distca_hf.integrations.models.structure import IMPLEMENTATION
-from shared.page_sections import add_classes, parser_of, write_section
-from sweep import (
-    LARGEST_DIFFERENCE,
-    MOST_PARAMETERS,
-    PAGE,
-    RANDOM_IN_TRAINING,
-    REASON_CHARACTERS,
-    ROUGH,
-    ROUGH_DIFFERENCE,
-    TEXT,
-    WRONG,
-    be_quiet,
-    check_model_types,
-    tiny_model,
-)
+from page_sections import add_classes, introduction, parser_of, write_section
+from sweep import RANDOM_IN_TRAINING, ROUGH, TEXT, tiny_model
 
 
 TENSOR = {"tp_size": 2, "fsdp_size": 2}
@@ -62,16 +49,6 @@ NUMBER = re.compile(r"^\d\.\de[+-]\d\d$")
 # A class is given up after it. Ranks of a model that fails on some of them wait for each other.
 HANG_SECONDS = 120.0
 
-INTRODUCTION = f"""## Tensor and expert plans
-
-Classes that Transformers can divide as it loads them, and that
-run on distca. Made by `python scripts/models/divided.py` with Transformers {transformers.__version__}, torch
-{torch.__version__} and distca_hf {distca_hf.__version__}. A number says that a tiny model trains for a step with the
-loss and the gradients of every document on its own with sdpa, up to this relative difference: on two tensor ranks of
-two data ranks (`tp_size=2, fsdp_size=2`), and on two ranks that divide experts (`ep_size=2, fsdp_size=2`). With a plan
-*by heads* a rank has its part of the heads, and sends as much less. With *whole heads* every tensor rank computes all
-of attention. Reasons are those of distca or of Transformers; *no plan* means that Transformers has none.
-"""
 TABLE_HEAD = ("| tensor plan | two tensor ranks | two expert ranks | model types |", "|---|---|---|---|")
 
 
@@ -107,19 +84,15 @@ class Outcome:
 
 def row(outcomes: Sequence[Outcome]) -> str:
     """Returns the row of classes of one group, with their largest differences."""
-    cells = [_largest(column) for column in zip(*(outcome.cells() for outcome in outcomes), strict=True)]
+    columns = zip(*(outcome.cells() for outcome in outcomes), strict=True)
+    cells = [f"up to {max(of, key=float)}" if NUMBER.fullmatch(of[0]) else of[0] for of in columns]
     return f"| {' | '.join(cells)} | {', '.join(outcome.model_type for outcome in outcomes)} |"
-
-
-def _largest(cells: Sequence[str]) -> str:
-    """Returns the largest of differences, or what all cells of a group say."""
-    return f"up to {max(cells, key=float)}" if NUMBER.fullmatch(cells[0]) else cells[0]
 
 
 def examine(config_class: type[PreTrainedConfig]) -> Outcome | None:
     """Tries the plans of a class; None if it has none, or does not run on distca."""
     try:
-        if tiny_model(config_class).num_parameters() > MOST_PARAMETERS:
+        if tiny_model(config_class).num_parameters() > sweep.MOST_PARAMETERS:
             return None
         model = tiny_model(config_class).build(IMPLEMENTATION)
         check_model(model, LONGEST_TOKENS)
@@ -127,11 +100,9 @@ def examine(config_class: type[PreTrainedConfig]) -> Outcome | None:
         return None  # `sweep.py` says why
     if not model.tp_plan and not model.ep_plan:
         return None
-    return Outcome(
-        config_class.model_type,
-        on_ranks(config_class, TENSOR) if model.tp_plan else NO_PLAN,
-        on_ranks(config_class, EXPERTS) if model.ep_plan else NO_PLAN,
-    )
+    plans = ((model.tp_plan, TENSOR), (model.ep_plan, EXPERTS))
+    trials = [on_ranks(config_class, sizes) if plan else NO_PLAN for plan, sizes in plans]
+    return Outcome(config_class.model_type, *trials)
 
 
 def on_ranks(config_class: type[PreTrainedConfig], sizes: dict[str, int]) -> Trial:
@@ -155,7 +126,7 @@ def _rank(
     num_ranks: int, config_class: type[PreTrainedConfig], sizes: dict[str, int], folder: Path, rank: int
 ) -> Trial | None:
     """Runs one rank: returns a Trial if it is rank 0 or has failed, else None."""
-    be_quiet()
+    sweep.be_quiet()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.dup2(nowhere, sys.stderr.fileno())
@@ -190,14 +161,14 @@ def _step_on_rank(config_class: type[PreTrainedConfig], sizes: dict[str, int], f
         return None
     alone = _load(config_class, folder, _plain(config_class, folder))
     expected = Step(loss_alone(alone), _whole_gradients(alone))
-    allowed = ROUGH_DIFFERENCE if config_class.model_type in ROUGH else LARGEST_DIFFERENCE
+    allowed = sweep.ROUGH_DIFFERENCE if config_class.model_type in ROUGH else sweep.LARGEST_DIFFERENCE
     difference, upstream = found.difference(expected), without.difference(expected)
     by_heads = heads_divided_by(model) > 1
     if difference <= allowed:
         return Trial(f"{difference:.1e}", by_heads)
     if not upstream <= allowed:
         return Trial(f"Transformers: {upstream:.1e} without distca, {difference:.1e} with it", by_heads)
-    return Trial(f"{WRONG} {difference:.1e}", by_heads, is_wrong=True)
+    return Trial(f"{sweep.WRONG} {difference:.1e}", by_heads, is_wrong=True)
 
 
 def _plain(config_class: type[PreTrainedConfig], folder: Path) -> str:
@@ -226,7 +197,7 @@ def _whole_gradients(model: torch.nn.Module) -> torch.Tensor:
 
 
 def _short(reason: str) -> str:
-    return textwrap.shorten(reason.replace("|", "/"), REASON_CHARACTERS, placeholder=" ...")
+    return textwrap.shorten(reason.replace("|", "/"), sweep.REASON_CHARACTERS, placeholder=" ...")
 
 
 def section(outcomes: Sequence[Outcome]) -> str:
@@ -234,22 +205,23 @@ def section(outcomes: Sequence[Outcome]) -> str:
     groups = defaultdict(list)
     for outcome in sorted(outcomes, key=lambda outcome: outcome.model_type):
         groups[outcome.group()].append(outcome)
-    return "\n".join([INTRODUCTION, *TABLE_HEAD, *map(row, sorted(groups.values(), key=len, reverse=True))]) + "\n"
+    rows = map(row, sorted(groups.values(), key=len, reverse=True))
+    return "\n".join([introduction("divided"), *TABLE_HEAD, *rows]) + "\n"
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     add_classes(parser)
     options = parser.parse_args()
-    check_model_types(parser, options.only, [TEXT])
-    be_quiet()
+    sweep.check_model_types(parser, options.only, [TEXT])
+    sweep.be_quiet()
     outcomes = []
     for config_class in TEXT.config_classes(options.only):
         outcome = examine(config_class)
         if outcome is not None:
             print(row([outcome]), flush=True)
             outcomes.append(outcome)
-    out = options.out or (None if options.only else PAGE)
+    out = options.out or (None if options.only else sweep.PAGE)
     if out is not None:
         write_section(out, section(outcomes))
     if any(trial.is_wrong for outcome in outcomes for trial in (outcome.tensor, outcome.experts)):

@@ -10,7 +10,7 @@ it accepts are found by bisection. The script fails if a family is refused for a
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ import transformers
 import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-import distca_hf
 from distca_hf.analysis.check.tiny_config import HEAD_DIM, tiny_config
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.structure import IMPLEMENTATION
-from shared.page_sections import file_to_write, parser_of, write_section
+from page_sections import file_to_write, introduction, parser_of, write_section
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -40,44 +39,25 @@ LONGROPE = {
 
 @dataclass(frozen=True)
 class Family:
-    """Published checkpoints that have something in common."""
+    """Published checkpoints that have something in common, as families.yaml has them."""
 
     name: str
-    model_types: tuple[str, ...]  # model types of their configurations
-    # Settings in which the published checkpoints differ from the tiny configuration.
-    settings: dict[str, Any] = field(default_factory=dict)
+    model_types: list[str]  # model types of their configurations
+    # What published checkpoints have, other than the tiny configuration: a window in tokens or "none", and "longrope".
+    window: int | str = ""
+    rope: str = ""
     sign: str = ""  # part of the refusal, if it is refused or has a longest document
     note: str = ""  # for people
 
-
-def _family(name: str, model_types: list[str], *, window: int | str = "", rope: str = "", **told: str) -> Family:
-    """Returns a family as families.yaml has it."""
-    settings = {"sliding_window": None if window == "none" else window} if window else {}
-    return Family(name, tuple(model_types), settings | (LONGROPE if rope else {}), **told)
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Returns settings of these configurations."""
+        window = {"sliding_window": None if self.window == "none" else self.window} if self.window else {}
+        return window | (LONGROPE if self.rope else {})
 
 
 LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-FAMILIES = [_family(**family) for family in LISTED["families"]]
-INTRODUCTION = f"""# Models and limits
-
-```
-distca check llama3-8b --gpus 16 --tokens-per-rank 65536 --liger
-```
-
-says whether a model trains on distca_hf, with which limits and kernels, and whether it fits. It reads no weights and
-needs no GPU ([more](#distca-check)). Models that people ask for, with the settings of their published checkpoints:
-
-- *Works*: it passes the check of `attach` and `enable`, and its class trains with the losses and gradients of sdpa
-  ([all classes](../scripts/models/classes.md)). Documents longer than a limit are refused by name; documents beyond
-  `max_position_embeddings` bring a warning.
-- *Refused*: before the first step. Train it as you do now, with `flash_attention_2` for example.
-
-Made by `python scripts/models/families.py` with Transformers {transformers.__version__} and
-distca_hf {distca_hf.__version__}.
-
-| families | model types | outcome | note |
-|---|---|---|---|
-"""
+FAMILIES = [Family(**family) for family in LISTED["families"]]
 
 
 def build(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
@@ -114,15 +94,12 @@ def rows(families: Iterable[Family]) -> str:
     groups = defaultdict(list)
     for family in families:
         groups[outcome(family), family.note].append(family)
-    return "".join(
-        f"| {'; '.join(family.name for family in of)} | {', '.join(_model_types(of))} | {told} | {note} |\n"
-        for (told, note), of in groups.items()
-    )
-
-
-def _model_types(families: Iterable[Family]) -> dict[str, None]:
-    """Returns the model types of families in order, each once."""
-    return dict.fromkeys(model_type for family in families for model_type in family.model_types)
+    table = ""
+    for (told, note), of in groups.items():
+        model_types = dict.fromkeys(model_type for family in of for model_type in family.model_types)
+        names = "; ".join(family.name for family in of)
+        table += f"| {names} | {', '.join(model_types)} | {told} | {note} |\n"
+    return table
 
 
 def outcome(family: Family) -> str:
@@ -145,7 +122,7 @@ def main() -> None:
     parser.add_argument("--out", type=file_to_write, default=PAGE, help="the page whose first section is replaced")
     options = parser.parse_args()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    write_section(options.out, INTRODUCTION + rows(FAMILIES))
+    write_section(options.out, introduction("families") + rows(FAMILIES))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-import distca_hf
 from distca_hf.analysis.check import trial
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, WINDOW_TOKENS, tiny_config
 from distca_hf.analysis.check.trial import TinyModel, largest, step_alone
@@ -43,7 +42,7 @@ from distca_hf.integrations.models.check import REMEDY, check_model
 from distca_hf.integrations.models.decoder_layers import masks_of_layers
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.models.structure import IMPLEMENTATION
-from shared.page_sections import add_classes, parser_of, write_section
+from page_sections import add_classes, introduction, parser_of, write_section
 
 
 PAGE = Path(__file__).parent / "classes.md"
@@ -58,25 +57,6 @@ RANDOM_IN_TRAINING = ("phimoe",)
 # In the order of the page. The last two are faults of distca.
 WORKS, REFUSED, NOT_BUILT, WRONG, CRASH = VERDICTS = ("works", "refused", "not built", "WRONG", "CRASH")
 
-TEXT_INTRODUCTION = f"""## All classes
-
-Made by `python scripts/models/sweep.py` with Transformers {transformers.__version__}, torch {torch.__version__} and
-distca_hf {distca_hf.__version__}, of every model type that `AutoModelForCausalLM` knows: a tiny model with one layer
-of each kind (two at least), random fp32 weights, no dropout, and sliding windows of {WINDOW_TOKENS} tokens.
-
-- *Works*: it trains for a step on documents of up to {LONGEST_TOKENS} tokens, placed on 1, 2 and 3 ranks. Its loss and
-  gradients are those of the same documents, each on its own with sdpa. A relative difference of up to
-  {LARGEST_DIFFERENCE:.0e} is rounding; up to {ROUGH_DIFFERENCE:.0e} in Gemma 4, whose scores have no scale.
-  Compared as in evaluation, because it draws experts at random in training: {", ".join(RANDOM_IN_TRAINING)}.
-- *Refused*: by name, before the first step. With other settings (attention in all layers, say) it may work.
-- *Not built*: this script cannot build or train it without distca either.
-"""
-IMAGES_INTRODUCTION = f"""## Image-text-to-text classes
-
-Made by `python scripts/models/sweep.py --kind images` with Transformers {transformers.__version__}, torch
-{torch.__version__} and distca_hf {distca_hf.__version__}, of every class that `AutoModelForImageTextToText` knows,
-in the same way, on documents of text. Their towers attend with sdpa.
-"""
 TABLE_HEAD = ("| outcome | largest relative difference, or reason | model types |", "|---|---|---|")
 
 
@@ -84,7 +64,7 @@ TABLE_HEAD = ("| outcome | largest relative difference, or reason | model types 
 class Kind:
     """Classes of one section of the page."""
 
-    introduction: str  # the section up to its table
+    name: str  # of its introduction
     auto_class: type[_BaseAutoModelClass]  # builds them
     mapping: Mapping[type[PreTrainedConfig], type[PreTrainedModel]]  # classes by their configurations
 
@@ -95,8 +75,8 @@ class Kind:
         return [config_class for model_type, config_class in classes.items() if not wanted or model_type in wanted]
 
 
-TEXT = Kind(TEXT_INTRODUCTION, AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
-IMAGES = Kind(IMAGES_INTRODUCTION, AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+TEXT = Kind("text", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
+IMAGES = Kind("images", AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
 KINDS = {"text": TEXT, "images": IMAGES}
 
 
@@ -185,8 +165,20 @@ def section(outcomes: list[Outcome], kind: Kind) -> str:
     for outcome in sorted(outcomes, key=lambda outcome: outcome.model_type):
         groups[outcome.verdict, _group(outcome)].append(outcome)
     ordered = sorted(groups.items(), key=lambda group: (VERDICTS.index(group[0][0]), -len(group[1])))
-    rows = [f"| {verdict} | {_told_of(of)} | {', '.join(x.model_type for x in of)} |" for (verdict, _), of in ordered]
-    return "\n".join([kind.introduction, f"{len(outcomes)} classes: {summary}.\n", *TABLE_HEAD, *rows]) + "\n"
+    rows = []
+    for (verdict, _), of in ordered:
+        largest_told = f"up to {max((outcome.detail for outcome in of), key=float)}" if verdict == WORKS else ""
+        told = largest_told or ("printed by the script" if verdict == NOT_BUILT else of[0].detail)
+        rows.append(f"| {verdict} | {told} | {', '.join(outcome.model_type for outcome in of)} |")
+    begins = introduction(
+        kind.name,
+        window_tokens=WINDOW_TOKENS,
+        longest_tokens=LONGEST_TOKENS,
+        largest_difference=LARGEST_DIFFERENCE,
+        rough_difference=ROUGH_DIFFERENCE,
+        random_in_training=", ".join(RANDOM_IN_TRAINING),
+    )
+    return "\n".join([begins, f"{len(outcomes)} classes: {summary}.\n", *TABLE_HEAD, *rows]) + "\n"
 
 
 def _group(outcome: Outcome) -> str:
@@ -196,27 +188,11 @@ def _group(outcome: Outcome) -> str:
     return "" if outcome.verdict == NOT_BUILT else re.sub(r"\d+(, \d+)*", "#", outcome.detail)
 
 
-def _told_of(outcomes: list[Outcome]) -> str:
-    """Returns the largest difference of a row of the table, or its reason."""
-    if outcomes[0].verdict == WORKS:
-        return f"up to {max((outcome.detail for outcome in outcomes), key=float)}"
-    return "printed by the script" if outcomes[0].verdict == NOT_BUILT else outcomes[0].detail
-
-
 def be_quiet() -> None:
     """Sets one thread, and no message of libraries about tiny models."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     disable_progress_bar()
-
-
-def _told(config_class: type[PreTrainedConfig], kind: Kind) -> Outcome:
-    """Prints the outcome of a class, and returns it."""
-    began = time.perf_counter()
-    outcome = examine(config_class, kind)
-    seconds = time.perf_counter() - began
-    print(f"{outcome.model_type}: {outcome.verdict}: {outcome.detail} ({seconds:.1f} s)", flush=True)
-    return outcome
 
 
 def check_model_types(parser: argparse.ArgumentParser, only: Iterable[str], kinds: Iterable[Kind]) -> None:
@@ -237,7 +213,13 @@ def main() -> None:
     out = options.out or (None if options.only else PAGE)
     outcomes = []
     for kind in kinds:
-        of_kind = [_told(config_class, kind) for config_class in kind.config_classes(options.only)]
+        of_kind = []
+        for config_class in kind.config_classes(options.only):
+            began = time.perf_counter()
+            outcome = examine(config_class, kind)
+            seconds = time.perf_counter() - began
+            print(f"{outcome.model_type}: {outcome.verdict}: {outcome.detail} ({seconds:.1f} s)", flush=True)
+            of_kind.append(outcome)
         if out is not None:
             write_section(out, section(of_kind, kind))
         outcomes += of_kind

@@ -4,17 +4,14 @@
         [--page scripts/models/classes.md]
     python scripts/models/upstream_tests.py --trl CHECKOUT [--families sft dpo ...] [...]
 
-CHECKOUT is a source tree of the version that is installed or of one near it; nothing is fetched, neither sources nor
-weights, and no GPU is needed. If a tree lacks files (an sdist holds some tests only), the option is given again: later
-trees fill what earlier ones lack. What tests import and the installed version no longer has comes from the tree
-(`upstream/plugin.py`). Transformers' own test requirements (`parameterized`, `httpx`) must be there.
+CHECKOUT is a source tree of the version that is installed or of one near it; nothing is fetched, and no GPU is needed.
+If a tree lacks files, the option is given again: later trees fill what earlier ones lack. What tests import and the
+installed version no longer has comes from the tree (`upstream/plugin.py`). Transformers' own test requirements
+(`parameterized`, `httpx`) must be there.
 
-Each family's test file runs with distca in each of its suites, and what did not pass once more with sdpa, every time
-in another process.
-Suite "models": all tests that do not ask for an attention by name, with another default; if it is distca, models are
-enabled when they are told to train. Suite "attention": tests that ask for sdpa or FlashAttention 2 get distca, and
-once more sdpa. Suite "trainers", of TRL: distca is the default and is attached to every trainer; models and datasets
-of the Hub are made here with TRL's own scripts (`upstream/hub.py`).
+Each family's test file runs with distca in each of its suites (`upstream/plugin.py`), and what did not pass once more
+with sdpa, every time in another process. For TRL models and datasets of the Hub are made here with TRL's own scripts
+(`upstream/hub.py`).
 
 Exit status 1: a test fails only with distca, neither refused by name nor because it asserts that sdpa is the default.
 """
@@ -33,11 +30,11 @@ from collections import Counter
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import NamedTuple
 
-from shared.page_sections import file_to_write, parser_of, write_section
-from upstream.outcomes import DISTCA, OTHER, PASSED, SDPA, Outcome, Outcomes, Run
-from upstream.page import section
+from page_sections import file_to_write, parser_of, write_section
+from upstream.outcomes import DISTCA, OTHER, PASSED, SDPA, Outcome, Outcomes, Run, section
 
 
 ATTENTION_TESTS = (
@@ -113,7 +110,11 @@ def main() -> None:
             families[family] = {suite: run_both(project, workplace, family, suite) for suite in project.suites}
     if options.page:
         write_section(options.page, section(run, tuple(project.suites)))
-    sys.exit(1 if print_faults(run) else 0)
+    faults = [failure for failure in run.failures() if failure.meaning == OTHER]
+    for fault in faults:
+        ended = fault.distca.error or fault.distca.result
+        print(f"FAILS WITH DISTCA ALONE {fault.family}, {fault.suite}: {fault.test}: {ended}")
+    sys.exit(1 if faults else 0)
 
 
 def parse() -> argparse.Namespace:
@@ -189,12 +190,7 @@ def run_suite(
     plugin = ["--attention", implementation, "--suite", suite, "--outcomes", str(lines)]
     command = [sys.executable, "-m", "pytest", *plugin, "-k", project.suites[suite], "-m", ONE_PROCESS]
     process = subprocess.run(
-        [*command, *tests_of],
-        cwd=workplace,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [*command, *tests_of], cwd=workplace, env=environment(), text=True, stdout=PIPE, stderr=STDOUT
     )
     tests, *ended = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else [[]]
     outcomes = {line.pop("test"): Outcome(**line) for line in ended}
@@ -206,15 +202,6 @@ def run_suite(
     seconds = f"{time.perf_counter() - began:.0f} s"
     print(f"{family}, {suite}, {implementation}: {dict(counts)} ({seconds})", flush=True)
     return outcomes
-
-
-def print_faults(run: Run) -> int:
-    """Prints failures only with distca that nothing explains, and returns how many there are."""
-    faults = [failure for failure in run.failures() if failure.meaning == OTHER]
-    for fault in faults:
-        ended = fault.distca.error or fault.distca.result
-        print(f"FAILS WITH DISTCA ALONE {fault.family}, {fault.suite}: {fault.test}: {ended}")
-    return len(faults)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -26,7 +26,7 @@ from distca_hf.analysis.simulate.command import print_results
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.recipe import LENGTHS
-from style import BENCHMARKS, ROOT, Bar, Style, draw_bars, headed, save
+from style import BENCHMARKS, ROOT, Bar, Style, draw_grid, headed, save
 
 
 STORED, PAGE = BENCHMARKS / "simulated-steps.json", ROOT / "docs" / "will-it-help.md"
@@ -46,33 +46,19 @@ WAYS = {
     "ulysses": "Ulysses",
     "placed": "distca_hf",
 }
+# Of one mix of lengths (`mix`) and number of `gpus`: `ways` by their names, as `distca simulate --json` has them.
+Panel = dict[str, Any]
 
 
-class Panel(TypedDict):
-    """All ways that are drawn for one mix of lengths and number of GPUs."""
-
-    mix: str
-    gpus: int
-    # By way, as `distca simulate --json` has it: `tokens_per_second`, `times_as_fast`, `whole` and `fits`.
-    ways: dict[str, dict[str, Any]]
-
-
-class Stored(TypedDict):
-    """Content of the stored file."""
-
-    profile: dict[str, str]  # date and remarks of the profile that it was simulated from
-    command: str  # the one on the page
-    quoted: list[str]  # lines of its output that the page shows
-    panels: list[Panel]
-
-
-def simulated() -> Stored:
-    """Simulates all panels."""
+def simulated() -> dict[str, Any]:
+    """Simulates all panels; returns the content of the stored file: the profile that they were simulated from, the
+    command on the page, and lines of its output that the page shows."""
     of_mixes = {mix: [result_of(mix, gpus) for gpus in GPUS] for mix in MIXES}
     profile = find_profile(PROFILE)
-    panels = [Panel(mix=mix, gpus=one.gpus, ways=drawn(one)) for mix, results in of_mixes.items() for one in results]
+    panels = [{"mix": mix, "gpus": one.gpus, "ways": drawn(one)} for mix, of in of_mixes.items() for one in of]
     made = {"date": profile.made.date, "remarks": profile.made.remarks}
-    return Stored(profile=made, command=COMMAND, quoted=quoted(of_mixes[QUOTED_MIX], profile), panels=panels)
+    lines = quoted(of_mixes[QUOTED_MIX], profile)
+    return {"profile": made, "command": COMMAND, "quoted": lines, "panels": panels}
 
 
 def result_of(mix: str, gpus: int) -> Result:
@@ -121,18 +107,12 @@ def draw(style: Style, panels: Sequence[Panel]) -> Figure:
         "* cuts documents and leaves their attention across cuts out."
     )
     figure = headed(style, 5.9, "What distca_hf brings, simulated for an 8B Llama", details)
-    axes_of = figure.subplots(len(MIXES), len(GPUS), sharex=True, sharey=True)
     longest = max(bar["times_as_fast"] for panel in panels for bar in panel["ways"].values())
+    rows: dict[str, dict[str, dict[str, Bar]]] = {name: {} for name in MIXES.values()}
     for panel in panels:
-        row, column = [*MIXES].index(panel["mix"]), GPUS.index(panel["gpus"])
-        axes = axes_of[row, column]
-        draw_bars(axes, style, {name: bar_of(style, panel, way) for way, name in WAYS.items()}, 0.04)
-        axes.set_xlim(0, 1.22 * longest)
-        if row == 0:
-            axes.set_title(f"{panel['gpus']} GPUs", fontsize=10.5, loc="left", pad=22)
-        if column == 0:
-            axes.text(0, 1.02, MIXES[panel["mix"]], transform=axes.transAxes, color=style.muted, fontsize=10)
-    figure.subplots_adjust(left=0.185, right=0.99, top=0.775, bottom=0.02, hspace=0.16, wspace=0.06)
+        bars = {name: bar_of(style, panel, way) for way, name in WAYS.items()}
+        rows[MIXES[panel["mix"]]][f"{panel['gpus']} GPUs"] = bars
+    draw_grid(figure, style, rows, 1.22 * longest, 0.04)
     return figure
 
 
@@ -154,22 +134,16 @@ def bar_of(style: Style, panel: Panel, way: str) -> Bar:
 
 def described(panels: Sequence[Panel]) -> str:
     """Returns the picture as text."""
-    of_mixes = [f"{MIXES[mix]}, {of_mix(panels, mix)}." for mix in MIXES]
-    text = " ".join(["Simulated steps of an 8B Llama, times as fast as plain packing.", *of_mixes])
-    return text.replace(". a ", ". A ")
-
-
-def of_mix(panels: Sequence[Panel], mix: str) -> str:
-    """Returns the figures of one mix of lengths as text."""
-    parts = []
-    for panel in (panel for panel in panels if panel["mix"] == mix):
+    of_mixes = {mix: list[str]() for mix in MIXES}
+    for panel in panels:
         shown = {way: bar for way, bar in panel["ways"].items() if way != "plain" and bar["fits"]}
-        ways = [f"{' '.join(WAYS[way].split())} {bar['times_as_fast']:.2f}" for way, bar in shown.items()]
-        parts.append(f"{panel['gpus']} GPUs: {', '.join(ways)}")
-    return "; ".join(parts)
+        ways = [f"{WAYS[way]} {bar['times_as_fast']:.2f}" for way, bar in shown.items()]
+        of_mixes[panel["mix"]].append(f"{panel['gpus']} GPUs: {', '.join(ways)}")
+    told = [f"{MIXES[mix]}, {'; '.join(parts)}." for mix, parts in of_mixes.items()]
+    return " ".join(["Simulated steps of an 8B Llama, times as fast as plain packing.", *told]).replace(". a ", ". A ")
 
 
-def with_figures(page: str, stored: Stored) -> str:
+def with_figures(page: str, stored: dict[str, Any]) -> str:
     """Returns the page with the output of the command, and the text of the picture."""
     block = "\n".join(["```", stored["command"], "```", "", "```text", "...", *stored["quoted"], "...", "```"])
     found = re.compile(r"```\ndistca simulate prolong .*?\n```\n\n```text\n.*?\n```", re.DOTALL)
@@ -180,15 +154,14 @@ def with_figures(page: str, stored: Stored) -> str:
     return picture.sub(lambda match: wrapped + match[1], written)
 
 
-def main(options: Mapping[str, bool]) -> None:
-    """Writes all files."""
-    stored: Stored = json.loads(STORED.read_text()) if options["as_stored"] else simulated()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--as-stored", action="store_true", help="do not simulate")
+    stored = json.loads(STORED.read_text()) if parser.parse_args().as_stored else simulated()
     STORED.write_text(json.dumps(stored, indent=1) + "\n")
     save("simulated", described(stored["panels"]), lambda style: draw(style, stored["panels"]))
     PAGE.write_text(with_figures(PAGE.read_text(), stored))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--as-stored", action="store_true", help="do not simulate")
-    main(vars(parser.parse_args()))
+    main()

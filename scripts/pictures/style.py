@@ -112,6 +112,21 @@ class Bar:
     alpha: float = 1.0
 
 
+def draw_grid(
+    figure: Figure, style: Style, rows: Mapping[str, Mapping[str, Mapping[str, Bar]]], most: float, inset: float
+) -> None:
+    """Draws bars by their names, for each column of each row by their titles; all axes end at `most`."""
+    panels = figure.subplots(len(rows), max(map(len, rows.values())), sharex=True, sharey=True)
+    for row, (title, columns) in enumerate(rows.items()):
+        for axes, (name, bars) in zip(panels[row], columns.items(), strict=True):
+            draw_bars(axes, style, bars, inset)
+            axes.set_xlim(0, most)
+            if row == 0:
+                axes.set_title(name, fontsize=10.5, loc="left", pad=22)
+        panels[row, 0].text(0, 1.02, title, transform=panels[row, 0].transAxes, color=style.muted, fontsize=10)
+    figure.subplots_adjust(left=0.185, right=0.99, top=0.775, bottom=0.02, hspace=0.16, wspace=0.06)
+
+
 def draw_bars(axes: Axes, style: Style, bars: Mapping[str, Bar], inset: float) -> None:
     """Draws bars by their names, from top to bottom, over a line at 1. Numbers begin so far after the ends of bars."""
     for place, bar in enumerate(bars.values()):

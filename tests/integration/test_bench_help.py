@@ -123,7 +123,7 @@ def test_help_says_what_every_mode_is(
         ("longest_context --minutes inf", "argument --minutes: 'inf' is not a finite number above 0"),
         ("host_time --device cpu --heads 3 --kv-heads 2", "--kv-heads 2 do not divide --heads 3"),
         ("host_time --kernel nope", "argument --kernel: invalid choice: 'nope'"),
-        ("memory --mix nope", "argument --mix: mix 'nope' is none of"),
+        ("memory --mix nope", "argument --mix: invalid choice: 'nope'"),
         ("attention_step --layers 2000000000", "argument --layers: 2000000000 is more than 1024"),
     ],
 )

@@ -20,29 +20,34 @@ GIB = 2**30
 CONFIG = small_llama(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 
 
+def ended(search: ModuleType, peak_bytes: int | None, trained: bool = True) -> object:
+    """An attempt that trained, or ran out of memory."""
+    return search.Attempt("", {"peak_bytes": peak_bytes} if trained else None, "", 0, 1.0)
+
+
 @pytest.mark.parametrize("knows_peaks", [True, False])
 @pytest.mark.parametrize("most_tokens", [64, 100, 128, 199, 1000, 1037])
 def test_search_ends_at_the_longest_length(
     script: Callable[[str], ModuleType], most_tokens: int, knows_peaks: bool
 ) -> None:
-    search = script("lib.longest.launch")
-    tried = []
+    search = script("lib.longest")
+    tried: dict[int, object] = {}
     while tokens := search.next_tokens(tried, 128, 16, 10 * (most_tokens + 5) if knows_peaks else None):
         assert tokens % 16 == 0
-        assert tokens not in [one.tokens for one in tried]
-        tried.append(search.Tried(tokens, tokens <= most_tokens, 10 * (tokens + 5) if knows_peaks else None))
+        assert tokens not in tried
+        tried[tokens] = ended(search, 10 * (tokens + 5) if knows_peaks else None, tokens <= most_tokens)
 
-    assert search.longest_of(tried).tokens == most_tokens // 16 * 16
+    assert search.longest_of(tried) == most_tokens // 16 * 16
     assert len(tried) < 12
 
 
 def test_peaks_say_where_the_limit_is(script: Callable[[str], ModuleType]) -> None:
-    search = script("lib.longest.launch")
-    tried = [search.Tried(128, True, 40 * GIB), search.Tried(256, True, 60 * GIB)]
+    search = script("lib.longest")
+    tried = {128: ended(search, 40 * GIB), 256: ended(search, 60 * GIB)}
     assert search.next_tokens(tried, 128, 16, 75 * GIB) == 352
     assert search.next_tokens(tried, 128, 16, 200 * GIB) == 512
     assert search.next_tokens(tried, 128, 16, 60 * GIB) == 272
-    assert search.next_tokens([search.Tried(128, False)], 128, 128) is None
+    assert search.next_tokens({128: ended(search, None, trained=False)}, 128, 128) is None
 
 
 def try_command(
@@ -57,7 +62,7 @@ def try_command(
         return last[0]
 
     command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
-    return script("lib.longest.launch").run_attempt(command, folder, free_bytes, GIB, seconds)
+    return script("lib.longest").run_attempt(command, folder, free_bytes, GIB, seconds)
 
 
 def test_outcomes_of_attempts(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
@@ -81,7 +86,7 @@ def test_outcomes_of_attempts(script: Callable[[str], ModuleType], tmp_path: Pat
 
 
 def test_errors_of_a_full_gpu_are_known(script: Callable[[str], ModuleType]) -> None:
-    is_out_of_memory = script("lib.longest.launch").is_out_of_memory
+    is_out_of_memory = script("lib.longest").is_out_of_memory
     cause = ValueError("another")
     cause.__cause__ = torch.OutOfMemoryError("tried to allocate 2 GiB")
     assert is_out_of_memory(cause)
@@ -94,7 +99,7 @@ def test_free_memory_of_a_container_counts(script: Callable[[str], ModuleType], 
     for folder in (group, tmp_path / "proc"):
         folder.mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 300 kB\nMemAvailable:  200 kB\n")
-    free_host_bytes = script("lib.longest.launch").free_host_bytes
+    free_host_bytes = script("lib.longest").free_host_bytes
     assert free_host_bytes(tmp_path) == 200 * 1024
 
     (group / "memory.max").write_text("max\n")
@@ -119,7 +124,7 @@ def test_search_reports_the_longest(
     ends: str,
     found: int | None,
 ) -> None:
-    attempts = script("lib.longest.launch")
+    attempts = script("lib.longest")
 
     def run_attempt(command: list[str], *_: object) -> object:
         tokens = int(command[-1])

@@ -47,7 +47,7 @@ def test_local_is_left_out_if_a_document_does_not_fit_a_rank(script: Callable[[s
 def test_a_head_with_another_loss_is_refused(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = script("lib.heads")
+    heads = script("lib.whole_model")
 
     def use_mean(causal_lm: PreTrainedModel) -> None:
         own = causal_lm.loss_function

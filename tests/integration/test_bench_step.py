@@ -207,7 +207,7 @@ def test_simulated_layers_of_a_configuration_are_those_of_the_table(monkeypatch:
     names = {"local": 1.0, "ideal": 1.0, "recomputed": 1.0, "fixed": 1.0}
     row = predicted.MeasuredRow("", 4, "H100", "NVLink", "131072,96x4096", names)
     layers = predicted.model_of(model.PRESETS["llama3-8b"] | {"num_hidden_layers": 4})
-    flat = predicted.Setting(layers, row.document_tokens, 4, slow=False)
+    flat = predicted.Setting(layers, predicted.np.array(predicted.parse_documents(row.documents)), 4, slow=False)
     times = predicted.simulate(flat, names, profile, notes)
     replicas = predicted.simulate(replace(flat, replicas=2), names, profile, notes)
     tensor = predicted.simulate(replace(flat, data_ranks=2, tensor_ranks=2), names, profile, notes)

@@ -62,7 +62,7 @@ def test_class_that_differs_with_distca_alone_makes_the_command_fail(
 ) -> None:
     wrong = divided.Trial("WRONG 0.1", heads_divided=True, is_wrong=True)
     monkeypatch.setattr(divided, "examine", lambda config_class: divided.Outcome("a", wrong, divided.NO_PLAN))
-    monkeypatch.setattr(divided, "be_quiet", lambda: None)
+    monkeypatch.setattr(divided.sweep, "be_quiet", lambda: None)
     monkeypatch.setattr(sys, "argv", ["divided.py", "--only", "llama", "--out", f"{tmp_path}/page.md"])
     with pytest.raises(SystemExit) as ended:
         divided.main()

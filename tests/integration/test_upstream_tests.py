@@ -147,7 +147,7 @@ def test_process_that_dies_is_no_result(tmp_path: Path) -> None:
 
 
 def test_section_is_made_replaced_or_added(scripts: None, tmp_path: Path) -> None:
-    sections = importlib.import_module("shared.page_sections")
+    sections = importlib.import_module("page_sections")
     page = tmp_path / "page.md"
     for section in ("# A\n\nold\n", "## B\n\nfirst\n\n### Part\n", "## C\n", "## B\n\nsecond\n", "# A\n\nnew\n"):
         sections.write_section(page, section)

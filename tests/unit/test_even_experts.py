@@ -23,7 +23,7 @@ SIZES = {
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
-    return importlib.import_module("lib.even_experts")
+    return importlib.import_module("lib.divided")
 
 
 def test_a_token_has_the_same_experts_anywhere_and_all_experts_as_many_tokens(program: ModuleType) -> None:

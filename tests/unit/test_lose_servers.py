@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from distca_hf.servers.heartbeats import MOST_LOSSES, LostServers
+from support import lost_servers_training
 from support.commands import REPOSITORY
 
 
@@ -113,7 +114,7 @@ def test_trainers_hold_the_longest_document(
     monkeypatch: pytest.MonkeyPatch, device: str, trainers: int, tokens: int
 ) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "faults")
-    assert importlib.import_module("lose_servers_train").capacity_tokens(device, trainers) == tokens
+    assert lost_servers_training.capacity_tokens(device, trainers) == tokens
 
 
 def test_a_server_is_lost_only_behind_a_step_that_counted_with_it(program: ModuleType) -> None:

@@ -89,10 +89,10 @@ def test_bars_show_these_figures(name: str, table: str, unit: str) -> None:
 
 def test_waiting_shows_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "pictures")
-    words = importlib.import_module("draw_waiting").described()
+    words = importlib.import_module("draw_plans").waiting_in_words()
 
     for style in ("light", "dark"):
-        assert words in (PICTURES / f"waiting-{style}.svg").read_text(), "run scripts/pictures/draw_waiting.py again"
+        assert words in (PICTURES / f"waiting-{style}.svg").read_text(), "run scripts/pictures/draw_plans.py again"
     shares = re.findall(r"\d\.\d\d", words)
     assert f"{max(map(float, shares)):.2f} times the mean" in " ".join(PAGES[0].read_text().split())
 
@@ -118,12 +118,12 @@ def test_first_table_of_the_readme_divides_figures_of_the_pages_it_links() -> No
 
 def test_losses_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "pictures")
-    drawing = importlib.import_module("draw_losses")
+    drawing = importlib.import_module("draw_measured")
 
     assert max(map(abs, drawing.DIFFERENCES)) < 1e-5
     for style in ("light", "dark"):
-        assert drawing.described() in (PICTURES / f"losses-{style}.svg").read_text(), (
-            "run scripts/pictures/draw_losses.py again"
+        assert drawing.losses_in_words() in (PICTURES / f"losses-{style}.svg").read_text(), (
+            "run scripts/pictures/draw_measured.py again"
         )
 
 

@@ -8,6 +8,7 @@ whose keys are made up in part, is compared with exact attention to these.
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -16,7 +17,7 @@ from distca_hf.batches.given import GivenPlanner
 from distca_hf.integrations.models.decoder_layers import head_groups_of, token_bytes_of
 from distca_hf.testing import attend_documents
 from lib.baselines.operators import MadeUpKeys, Work
-from lib.documents import Documents, numbered_tokens
+from lib.documents import Documents
 from lib.model import AttentionKind
 from lib.modes import build_mode
 from lib.place import Mode, Place
@@ -41,9 +42,13 @@ def check_modes(
     """
     of_kinds = []
     for kind in place.shape.kinds:
-        whole = _random_tensors(sum(lengths), kind, place)
+        generator = torch.Generator().manual_seed(0)  # q, k, v and the gradient of the output, the same on all ranks
+        shapes = [(sum(lengths), *width) for width in kind.widths]
+        whole = [torch.randn(shape, generator=generator).to(place.device, place.dtype) for shape in shapes]
         exact, rounded = (_attend_exactly(whole, lengths, kind, dtype) for dtype in (torch.float32, place.dtype))
-        modes = [build(name, place, numbered_tokens(lengths)) for name in names]
+        # Tokens are numbered, one document after the other, so that no two rows are equal.
+        numbered = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+        modes = [build(name, place, numbered) for name in names]
         of_kinds.append([_errors(mode, place, kind, whole, exact, rounded) for mode in modes])
     # A maximum may leave out NaN.
     errors = torch.tensor(of_kinds, device=place.device).nan_to_num(nan=torch.inf).amax(0)
@@ -59,12 +64,6 @@ def check_numbers(errors: Mapping[str, Mapping[str, float]], losses: Mapping[str
         raise SystemExit(f"attention differs from exact attention; errors over the allowed ones: {wrong}")
     if not equal_losses([*losses.values()], dtype):
         raise SystemExit(f"losses of the same tokens differ: {losses}")
-
-
-def _random_tensors(tokens: int, kind: AttentionKind, place: Place) -> list[torch.Tensor]:
-    """Returns q, k, v and the gradient of the output, of all documents, the same on all ranks."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn((tokens, *width), generator=generator).to(place.device, place.dtype) for width in kind.widths]
 
 
 def _attend_exactly(
@@ -88,11 +87,11 @@ def _errors(
     with mode.running():
         [batch] = mode.batches
         rows = batch["input_ids"][0]
-        q, k, v, dout = (x[rows] for x in whole)
-        results = attend_once(mode, place, kind, batch, q, k, v, dout)
+        held = [x[rows] for x in whole]
+        results = attend_once(mode, place, kind, batch, held)
         if not mode.exact:
             rows, dtypes = slice(None), (torch.float32, place.dtype)
-            exact, rounded = (_attend_made_up(batch["bench_work"], q, k, v, dout, kind, dtype) for dtype in dtypes)
+            exact, rounded = (_attend_made_up(batch["bench_work"], held, kind, dtype) for dtype in dtypes)
     return [
         ((result.float() - truth[rows]).abs().max() / _allowed(truth, plain)).item()
         for result, truth, plain in zip(results, exact, rounded, strict=True)
@@ -108,18 +107,11 @@ def _allowed(truth: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
 
 
 def attend_once(
-    mode: Mode,
-    place: Place,
-    kind: AttentionKind,
-    batch: Batch,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
+    mode: Mode, place: Place, kind: AttentionKind, batch: Batch, held: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Returns the output `[T, N, V]` and the gradients of `q`, `k` and `v` in their shapes, as a layer of the model
-    gets them for T tokens of a batch of the mode. `q`, `k`, `v` and `dout` are `[T, N, H]`, `[T, G, H]`, `[T, G, V]`
-    and `[T, N, V]`."""
+    """Returns the output `[T, N, V]` and the gradients of q, k and v in their shapes, as a layer of the model gets
+    them for T tokens of a batch of the mode. `held` are q, k, v and the gradient of the output: `[T, N, H]`,
+    `[T, G, H]`, `[T, G, V]` and `[T, N, V]`."""
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
     if mode.name in ("given", "moved"):  # attention of an enabled model, with tasks that move in place of rows
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
@@ -127,24 +119,20 @@ def attend_once(
         keywords["distca_plan"] = planner.plan(batch)
     if "distca_plan" in keywords:
         keywords["distca_plan"].begin_forward_pass(None, {})
-    inputs = [x.transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
+    inputs = [x.transpose(0, 1)[None].requires_grad_() for x in held[:3]]
     attend = ALL_ATTENTION_FUNCTIONS[mode.implementation]
     keywords |= {"dropout": 0.0, "scaling": kind.scale, "sliding_window": kind.window_tokens or None}
     out, _ = attend(place.shape.layers[kind][0], *inputs, None, **keywords)
-    gradients = torch.autograd.grad(out, inputs, dout[None])
+    gradients = torch.autograd.grad(out, inputs, held[3][None])
     return [out[0].detach(), *(gradient[0].transpose(0, 1) for gradient in gradients)]
 
 
 def _attend_made_up(
-    work: Work,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    kind: AttentionKind,
-    dtype: torch.dtype,
+    work: Work, held: Sequence[torch.Tensor], kind: AttentionKind, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Returns the output and gradients of a work's calls by definition, with its made-up keys, computed in `dtype`."""
+    """Returns the output and gradients of a work's calls by definition, with its made-up keys, computed in `dtype`.
+    `held` are q, k, v and the gradient of the output."""
+    q, k, v, dout = held
     leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     outputs = []
     for call in work.calls:

@@ -9,6 +9,8 @@ get the same tokens in all exact modes, and nearly the same in `ideal`: modes di
 """
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from lib.model import Backbone
 # Lowest Transformers for each size, and the option that asks for it.
 LOWEST = {"ep_size": LOWEST_WHOLE_EXPERTS, "tp_size": LOWEST_TENSOR, "dp_replicate_size": LOWEST_WHOLE_EXPERTS}
 
-HEAD = "lm_head"
+ROUTER = "TopKRouter"  # end of the names of Transformers' routers
 
 
 def is_divided(options: argparse.Namespace) -> bool:
@@ -76,7 +78,7 @@ def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -
     def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
         self.set_output_embeddings(nn.Identity())  # before anything is divided
-        self.tp_plan = {name: style for name, style in self.tp_plan.items() if not name.startswith(HEAD)}
+        self.tp_plan = {name: style for name, style in self.tp_plan.items() if not name.startswith("lm_head")}
 
     headless: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
     causal_lm: PreTrainedModel = headless.from_pretrained(
@@ -92,3 +94,38 @@ def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -
         ),
     )
     return causal_lm.train()
+
+
+class EvenExperts:
+    """Lets a token's number in the vocabulary choose its experts, and not its hidden state; keeps weights of routers;
+    in place. Exits if the model has no router.
+
+    With random weights hidden states of long documents become alike, and so do their experts. How many tokens an
+    expert gets then depends on attention: on its made-up keys in `ideal`. Documents of random tokens have as many of
+    each number, so every expert gets as many tokens in all modes, and a token the same experts wherever it is.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        routers = [module for module in causal_lm.modules() if type(module).__name__.endswith(ROUTER)]
+        if not routers:
+            raise SystemExit(f"--even-experts: {type(causal_lm).__name__} has no router of experts")
+        self._ids = torch.empty(0, dtype=torch.int64)
+        causal_lm.base_model.register_forward_pre_hook(self._note, with_kwargs=True)
+        for layer, router in enumerate(routers):
+            router.forward = partial(self._choose, router.forward, router, layer)
+
+    def _note(self, _: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> None:
+        self._ids = batch["input_ids"].reshape(-1)
+
+    def _choose(
+        self,
+        forward: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+        router: Any,
+        layer: int,
+        hidden: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns logits and scores as they are, and other experts `[T, experts of a token]`."""
+        *scores, experts = forward(hidden)
+        count = experts.shape[-1]
+        turns = self._ids[:, None] * count + torch.arange(count, device=experts.device)
+        return *scores, ((turns + layer) % router.num_experts).to(experts.dtype)

@@ -5,7 +5,7 @@ equally many tokens.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 import torch
@@ -89,13 +89,6 @@ def random_tokens(lengths: Sequence[int], vocabulary: int) -> Documents:
     """Returns documents of random tokens of a vocabulary, the same on all ranks."""
     random = np.random.RandomState(0)
     return [random.randint(0, vocabulary, tokens).astype(np.int64) for tokens in lengths]
-
-
-def numbered_tokens(lengths: Sequence[int]) -> list[IntArray]:
-    """Returns int64 `[tokens]` of every document: they are numbered, one document after the other, so that no two rows
-    are equal."""
-    firsts = [0, *accumulate(lengths)]
-    return [np.arange(first, first + tokens) for first, tokens in zip(firsts, lengths, strict=False)]
 
 
 def attended_pairs(lengths: Sequence[int], mask: Mask = CAUSAL_MASK) -> int:

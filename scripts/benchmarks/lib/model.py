@@ -2,8 +2,9 @@
 
 import argparse
 import functools
+import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from distca_hf.cost import Mask
 from distca_hf.integrations.models.decoder_layers import masks_of_layers
 from lib.baselines.operators import SAVED_OPERATORS
 from lib.documents import attended_pairs
-from lib.liger import use_liger_layers
 
 
 # Configurations by name. Models with windows, or with layers that carry a state, have as many layers as
@@ -32,8 +32,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).parents[1].glob("presets/*.json"))
 }
 PROBE_TOKENS = 64
-# Heads and numbers of a head: of q, k, v and the output.
-Widths = tuple[tuple[int, int], ...]
+FUSED_LOSS = "fused_linear_cross_entropy"
+LOSSES = ("cross_entropy", FUSED_LOSS)  # parts that liger_kernel may replace
 
 
 class LossModel(nn.Module):
@@ -112,15 +112,10 @@ class AttentionKind:
         return 0 if self.mask.chunked else self.mask.window_tokens or 0
 
     @property
-    def widths(self) -> Widths:
+    def widths(self) -> tuple[tuple[int, int], ...]:
         """Returns heads and numbers of a head: of q, k, v and the output."""
         query, key = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         return query, key, (self.kv_heads, self.value_dim), (self.heads, self.value_dim)
-
-    @property
-    def flops_of_pair(self) -> int:
-        """Returns the flops of one attended pair, forward, all heads of one layer: scores and weighted sum."""
-        return 2 * (self.head_dim + self.value_dim) * self.heads
 
 
 @dataclass(frozen=True)
@@ -148,8 +143,9 @@ class Shape:
         return tuple(len(layers) * attended_pairs(lengths, kind.mask) for kind, layers in self.layers.items())
 
     def attention_flops(self, pairs: Sequence[float]) -> float:
-        """Returns the flops of so many attended pairs of each kind, forward."""
-        return sum(count * kind.flops_of_pair for count, kind in zip(pairs, self.kinds, strict=True))
+        """Returns the flops of so many attended pairs of each kind, forward: of scores and weighted sums."""
+        of_pairs = [2 * (kind.head_dim + kind.value_dim) * kind.heads for kind in self.kinds]
+        return sum(count * of_pair for count, of_pair in zip(pairs, of_pairs, strict=True))
 
 
 def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedConfig:
@@ -207,15 +203,6 @@ def _leave_alone(module: nn.Module, *inputs: Any, **given: Any) -> tuple[torch.T
     raise RuntimeError(f"{type(module).__name__} attends as `without_attention` had it, which has ended")
 
 
-@contextmanager
-def _countable_experts(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """Computes experts one by one meanwhile: torch counts no flops of grouped matrix products."""
-    used = causal_lm.config._experts_implementation  # `get_experts_implementation` is new in Transformers 5.14
-    causal_lm.set_experts_implementation("eager")
-    yield
-    causal_lm.set_experts_implementation(used)
-
-
 def probe(model: LossModel) -> Shape:
     """Runs a few tokens through the model without attention; counts flops, and keeps attention's arguments.
 
@@ -224,8 +211,11 @@ def probe(model: LossModel) -> Shape:
     causal_lm = model.causal_lm
     positions = torch.arange(PROBE_TOKENS, device=causal_lm.device)[None]
     counter = FlopCounterMode(display=False)
-    with without_attention(causal_lm) as calls, _countable_experts(causal_lm), torch.no_grad(), counter:
+    used = causal_lm.config._experts_implementation  # `get_experts_implementation` is new in Transformers 5.14
+    causal_lm.set_experts_implementation("eager")  # torch counts no flops of grouped matrix products
+    with without_attention(causal_lm) as calls, torch.no_grad(), counter:
         model.forward(input_ids=torch.zeros_like(positions), position_ids=positions)
+    causal_lm.set_experts_implementation(used)
     flops = torch.tensor(counter.get_total_flops(), dtype=torch.float64, device=causal_lm.device)
     dist.all_reduce(flops)
     masks = {causal_lm.get_submodule(name): mask for name, mask in masks_of_layers(model).items()}
@@ -239,11 +229,28 @@ def probe(model: LossModel) -> Shape:
 
 
 def prepare(model: LossModel, options: argparse.Namespace, device: torch.device) -> None:
-    """Adds checkpointing, and then FSDP2 if Transformers has not; in place."""
+    """Adds checkpointing, and then FSDP2 if Transformers has not, in several replicas (HSDP) if that is asked for; in
+    place. Weights and sums of gradients over ranks keep their dtypes, and all else has `dtype`."""
     if options.checkpointing != "none":
         model.causal_lm.gradient_checkpointing_enable(checkpointing_keywords(options.checkpointing == "saved"))
-    if options.fsdp and options.ep_size == options.tp_size == 1:
-        _shard(model.layers, model.root, options, device)
+    if not options.fsdp or options.ep_size > 1 or options.tp_size > 1:
+        return
+    replicas = options.dp_replicate_size
+    sizes = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "fsdp"))
+    # FSDP casts what a layer is given in forward, but not in recomputation: OLMo's rotary embeddings are fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=options.dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
+    )
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh if replicas > 1 else mesh["fsdp"],
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload else OffloadPolicy(),
+    )
+    for layer in model.layers:
+        shard(layer, reshard_after_forward=True)
+    shard(model.root)
 
 
 def checkpointing_keywords(saves: bool) -> dict[str, Any]:
@@ -259,22 +266,25 @@ def _saving_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkp
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
-    """Keeps weights and sums of gradients over ranks in their dtypes, and all else in `dtype`; in several
-    replicas (HSDP) if that is asked for."""
-    replicas = options.dp_replicate_size
-    sizes = (replicas, dist.get_world_size() // replicas)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "fsdp"))
-    # FSDP casts what a layer is given in forward, but not in recomputation: OLMo's rotary embeddings are fp32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=options.dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
-    )
-    shard = functools.partial(
-        fully_shard,
-        mesh=mesh if replicas > 1 else mesh["fsdp"],
-        mp_policy=policy,
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload else OffloadPolicy(),
-    )
-    for layer in layers:
-        shard(layer, reshard_after_forward=True)
-    shard(root)
+def use_liger_layers(causal_lm: PreTrainedModel) -> None:
+    """Replaces norms, rotary embeddings and MLPs: whatever liger_kernel has for the model; in place."""
+    patch, parts = _patch_of(causal_lm)
+    patch(model=causal_lm, **{name: False for name in LOSSES if name in parts})
+
+
+def use_liger_loss(causal_lm: PreTrainedModel) -> None:
+    """Replaces the loss by one without logits of all tokens, and nothing else; in place."""
+    patch, parts = _patch_of(causal_lm)
+    if FUSED_LOSS not in parts:
+        raise SystemExit(f"liger_kernel has no fused loss for {causal_lm.config.model_type}")
+    patch(model=causal_lm, **{name: name == FUSED_LOSS for name in parts})
+
+
+def _patch_of(causal_lm: PreTrainedModel) -> tuple[Callable[..., None], list[str]]:
+    """Returns the function that replaces parts of these models, and the parts' names; exits if there is none."""
+    from liger_kernel.transformers import monkey_patch
+
+    patch = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(causal_lm.config.model_type)
+    if patch is None:
+        raise SystemExit(f"liger_kernel does not know {causal_lm.config.model_type}")
+    return patch, [name for name in inspect.signature(patch).parameters if name != "model"]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import accumulate, chain
 from typing import NamedTuple
 from unittest import mock
@@ -23,7 +22,7 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.operators import Call, ChosenKeys, MadeUpKeys, Work, make_call, whole_call
-from lib.baselines.peers import MagiWork, RingmasterWork
+from lib.baselines.peers import MagiWork, RingmasterWork, ringmaster_states
 from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
 from lib.documents import (
     Documents,
@@ -37,8 +36,7 @@ from lib.documents import (
     zigzag,
 )
 from lib.place import Mode, Place, without
-from lib.states import passed_by_package, rows_on_one_device
-from lib.trainer_batches import AsOfTrainer, Batch
+from lib.trainer_batches import AsOfTrainer, Batch, rows_on_one_device
 
 
 # Methods of a forward pass in which ranks agree.
@@ -81,18 +79,14 @@ def _ideal(place: Place, documents: Documents) -> Mode:
         queries, keys = [stop - start for _, start, stop in parts], [stop for _, _, stop in parts]
         first = calls[0].queries.stop if calls else 0
         local_rows = torch.arange(first, first + sum(queries), device=place.device)
-        made_up.append(_made_up(place, queries, keys, local_rows))
+        # The last keys of a task are own rows: as many as there are queries.
+        last = [np.arange(end - own, end) for end, own in zip(accumulate(keys), queries, strict=True)]
+        places = torch.from_numpy(np.concatenate(last)).to(place.device)
+        widths = [kind.widths[1:3] for kind in place.shape.kinds]
+        made_up.append(MadeUpKeys(sum(keys), widths, place.dtype, places, local_rows))
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
     batch = {**_pack(place, [*whole, *parts, *served], documents), "bench_work": place.work(*calls)}
     return Mode("ideal", "bench_whole", [batch], exact=False, meanwhile=[keys.made for keys in made_up])
-
-
-def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_rows: torch.Tensor) -> MadeUpKeys:
-    """Keys of tasks, the last of which are own rows: as many as there are queries."""
-    last = [np.arange(end - own, end) for end, own in zip(accumulate(keys), queries, strict=True)]
-    widths = [kind.widths[1:3] for kind in place.shape.kinds]
-    places = torch.from_numpy(np.concatenate(last)).to(place.device)
-    return MadeUpKeys(sum(keys), widths, place.dtype, places, local_rows)
 
 
 def _ulysses(place: Place, documents: Documents) -> Mode:
@@ -106,7 +100,7 @@ def _ringmaster(place: Place, documents: Documents) -> Mode:
     lengths = _lengths(documents)
     held = _in_order(lengths, place.wires.world_size)
     batches = [{**batch, KEYWORD: None} for batch in _batches(place, held, documents, place.whole_work(lengths))]
-    passed = partial(passed_by_package, place.model, lengths, place.device)
+    passed = partial(ringmaster_states, place.model, lengths, place.device)
     return Mode("ringmaster", "bench_heads", batches, meanwhile=[passed])
 
 
@@ -170,18 +164,10 @@ def _placed(place: Place, documents: Documents) -> Mode:
     return Mode.of_product("placed", batches)
 
 
-def _unchecked(place: Place, documents: Documents) -> Mode:
-    return _placed(place, documents).renamed("unchecked", partial(without, ForwardPass, *AGREEMENTS))
-
-
 def _given(place: Place, documents: Documents) -> Mode:
     names = ("input_ids", "position_ids")
     batches = [{name: batch[name] for name in names} for batch in _local(place, documents).batches]
     return Mode.of_product("given", AsOfTrainer(place.model, [batches]))
-
-
-def _moved(place: Place, documents: Documents) -> Mode:
-    return _given(place, documents).renamed("moved", tasks_move)
 
 
 @contextmanager
@@ -243,12 +229,16 @@ MODES = {
         "the product on the packs of local, whose rows are placed inside the model; attention tasks move instead if "
         "a state of its layers cannot travel",
     ),
-    "moved": Kind(_moved, "given, but rows stay where they are, and attention tasks move; only if it is named"),
+    "moved": Kind(
+        lambda *given: _given(*given).renamed("moved", tasks_move),
+        "given, but rows stay where they are, and attention tasks move; only if it is named",
+    ),
     "unchecked": Kind(
-        _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
+        lambda *given: _placed(*given).renamed("unchecked", partial(without, ForwardPass, *AGREEMENTS)),
+        "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked",
     ),
 }
-# Run only if they are asked for by name: what pip installs for them, and packages that then are there.
+# Run only if they are asked for by name: what pip installs for them, and the packages that then are there.
 _RING, _RINGMASTER = ("--no-deps ring-flash-attn", "ring_flash_attn"), ("--no-deps axolotl-ringmaster", "ringmaster")
 OF_PACKAGE = {
     "zigzag": _RING,
@@ -258,13 +248,6 @@ OF_PACKAGE = {
     "ringmaster-ring": _RINGMASTER,
     "magi": ("--no-build-isolation git+https://github.com/SandAI-org/MagiAttention@2c64135", "magi_attention"),
 }
-
-
-def why_missing(name: str) -> str | None:
-    """Returns why a mode of `OF_PACKAGE` cannot run; None if it can."""
-    pip, *packages = OF_PACKAGE[name]
-    missing = [package for package in packages if find_spec(package) is None]
-    return f"needs {missing[0]} (pip install {pip}), which is not installed" if missing else None
 
 
 def _check_may_cut(place: Place, name: str) -> None:

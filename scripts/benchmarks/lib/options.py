@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, get_args
 
@@ -15,12 +15,10 @@ from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionErro
 from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
 from lib.model import PRESETS as MODELS
-from lib.parser import add_device, add_out, chosen_modes, count, few, file_to_read, parser_of, whole
+from lib.parser import add_device, add_out, count, few, file_to_read, names, parser_of, whole
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Everything is recomputed; attention is saved; the product's attention waits on the host; nothing is recomputed.
-CHECKPOINTING = ("full", "saved", "offloaded", "none")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +45,13 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
         help=f"of a step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}, for {GPUS} GPUs, or A:8 for 8; "
         "several sets with ; between them, measured one after the other: figures of the second go to OUT.1.json",
     )
-    parser.add_argument("--modes", help="comma-separated, see below; by default those that fit the other options")
+    fitting = "comma-separated, see below; by default those that fit the other options"
+    parser.add_argument("--modes", type=names(modes), help=fitting)
     parser.add_argument("--rounds", type=count, default=5, help="times that every mode is measured, in turns")
     parser.add_argument("--warmup", type=whole, default=2, help="rounds before these")
     kept = "full recomputes attention, too; saved keeps its outputs, offloaded keeps everything on the host"
-    parser.add_argument("--checkpointing", choices=[*CHECKPOINTING], default="full", help=kept)
+    kinds = ["full", "saved", "offloaded", "none"]
+    parser.add_argument("--checkpointing", choices=kinds, default="full", help=kept)
     parser.add_argument(
         "--fsdp", action=argparse.BooleanOptionalAction, default=True, help="without it gradients are not exchanged"
     )
@@ -64,16 +64,15 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
     return parser
 
 
-def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
+def parse_shared(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Returns the options of a command line, and what follows from them: `sets` of lengths by name, `lengths` of the
-    first, `dtype` and `reduce_dtype` of torch, and `modes` as a list, or None if nothing was said."""
+    first, and `dtype` and `reduce_dtype` of torch; `modes` are None if nothing was said."""
     options = parser.parse_args()
     options.sets = read_documents(parser, options.documents)
     check_packages(parser, options)
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
     options.reduce_dtype = options.dtype  # FSDP sums gradients in it, as with Accelerate's mixed_precision
-    options.modes = chosen_modes(parser, options.modes, known_modes)
     if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
         parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, as far as there are")
     return options

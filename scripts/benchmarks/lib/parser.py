@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.profiles.cluster_profile import find_profile
@@ -20,6 +20,7 @@ from distca_hf.errors import ConfigError, PackingError
 
 
 HELP_COLUMNS = 118
+Name = TypeVar("Name")
 # Most of a whole number in options, as `distca plan` takes tokens; and digits with which it is looked at.
 MOST, DIGITS = 2**31 - 1, 20
 MOST_FEW, MOST_WORDS = 1024, 10_000_000
@@ -27,30 +28,23 @@ MOST_FEW, MOST_WORDS = 1024, 10_000_000
 
 def parser_of(description: str | None, modes: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
     """Returns a parser whose help has the lines of a docstring as they are, and says at its end what each mode is."""
-    end, lines = described(modes) if modes else None, argparse.RawDescriptionHelpFormatter
+    shown, width = ["modes:"], max(map(len, modes or [""])) + 6
+    for name, words in (modes or {}).items():
+        shown.append(textwrap.fill(f"{f'  {name}':{width}}{words}", HELP_COLUMNS, subsequent_indent=" " * width))
+    end, lines = "\n".join(shown) if modes else None, argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=lines, epilog=end)
 
 
-def described(modes: Mapping[str, str]) -> str:
-    """Returns the end of a help: a line, or several, for every mode."""
-    width = max(map(len, modes)) + 6
-    shown = [
-        textwrap.fill(f"{f'  {name}':{width}}{words}", HELP_COLUMNS, subsequent_indent=" " * width)
-        for name, words in modes.items()
-    ]
-    return "\n".join(["modes:", *shown])
+def names(known: Collection[str], kind: str = "mode") -> Callable[[str], list[str]]:
+    """Returns a `type` of options: known names with commas between them, each of which a message calls a `kind`."""
 
+    def chosen(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{kind} {unknown[0]!r} is none of {', '.join(known)}")
+        return text.split(",")
 
-def chosen_modes(
-    parser: argparse.ArgumentParser, text: str | None, known: Collection[str], kind: str = "mode"
-) -> list[str] | None:
-    """Returns the modes of a text with commas; None if nothing was said. Ends with a message if one is not known,
-    which calls it a `kind`."""
-    names = text.split(",") if text else None
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        parser.error(f"{kind} {unknown[0]!r} is none of {', '.join(known)}")
-    return names
+    return chosen
 
 
 def _whole(least: int, most: int = MOST) -> Callable[[str], int]:
@@ -72,21 +66,19 @@ ranks, micro_steps = _whole(1, MAX_RANKS), _whole(1, MAX_MICRO_STEPS)
 few, words = _whole(1, MOST_FEW), _whole(1, MOST_WORDS)  # of layers, heads, threads; of a vocabulary
 
 
-def above_zero(text: str) -> float:
-    """Returns a finite number above 0, as `type` of an option."""
-    return _number(text, lambda value: 0 < value < math.inf, "above 0")
+def _finite(is_right: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """Returns a `type` of options: finite numbers for which a condition holds."""
+
+    def number(text: str) -> float:
+        with suppress(ValueError):
+            if math.isfinite(float(text)) and is_right(float(text)):
+                return float(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number {words}")
+
+    return number
 
 
-def not_negative(text: str) -> float:
-    """Returns a finite number, 0 among them, as `type` of an option."""
-    return _number(text, lambda value: 0 <= value < math.inf, "from 0 on")
-
-
-def _number(text: str, is_right: Callable[[float], bool], words: str) -> float:
-    with suppress(ValueError):
-        if is_right(float(text)):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number {words}")
+above_zero, not_negative = _finite(lambda value: value > 0, "above 0"), _finite(lambda value: value >= 0, "from 0 on")
 
 
 def counts(text: str) -> list[int]:
@@ -116,23 +108,21 @@ def file_to_write(text: str) -> Path:
     return Path(text)
 
 
-def lengths_file(text: str) -> Path:
-    """Returns the path of a file of lengths that can be read, or the name of a shipped one, as `type` of an option."""
-    _try(read_lengths, Path(text))
-    return Path(text)
+def _readable(read: Callable[[Any], object], named: Callable[[str], Name]) -> Callable[[str], Name]:
+    """Returns a `type` of options: names of what can be read."""
+
+    def checked(text: str) -> Name:
+        try:
+            read(named(text))
+        except (ConfigError, PackingError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return named(text)
+
+    return checked
 
 
-def profile_name(text: str) -> str:
-    """Returns the name of a shipped profile, or of a file with one, as `type` of an option."""
-    _try(find_profile, text)
-    return text
-
-
-def _try(read: Callable[[Any], object], name: object) -> None:
-    try:
-        read(name)
-    except (ConfigError, PackingError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+# Of shipped lengths and profiles, or of files.
+lengths_file, profile_name = _readable(read_lengths, Path), _readable(find_profile, str)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,10 +32,10 @@ from distca_hf.analysis.request import PlanRequest
 from distca_hf.arrays import IntArray
 from distca_hf.pipelines.schedules import Seconds
 from distca_hf.pipelines.stages import DividedModel, ModelPart, StepInputs, StepLoss, check_schedule, parts_of_stage
-from lib.devices import largest, synchronize
 from lib.model import read_config
 from lib.options import add_model
 from lib.parser import add_device, add_tokens_per_rank, count, counts, lengths_file, micro_steps, whole, words
+from lib.wires import free_memory, largest, synchronize
 
 
 HOPS = 10
@@ -58,30 +59,24 @@ class Stages:
         model = DividedModel(checkpoint, pipeline)
         self.outline = model.outline
         self._mesh, self._device, self._pipeline = mesh, device, pipeline
+        self._stages = mesh.get_group("stage")
         kind: Any = ScheduleInterleaved1F1B if pipeline.chunks > 1 else Schedule1F1B
         half = torch.bfloat16 if device.type == "cuda" else None
         numbers = parts_of_stage(kind, pipeline, mesh.get_local_rank("stage"))
         self._parts = [model.load(number, plugin, autocast_dtype=half).train() for number in numbers]
         for part in self._parts:
             part.model.gradient_checkpointing_enable({"use_reentrant": False})
-        wrapped = [self._averaged(part) for part in self._parts]
+        data = mesh.get_group("data")
+        averaged = partial(nn.parallel.DistributedDataParallel, process_group=data) if self.data_ranks > 1 else None
+        wrapped: list[nn.Module] = [averaged(part) if averaged else part for part in self._parts]
         check_schedule(kind, pipeline, micro_batches, wrapped)
         stages = [
-            PipelineStage(module, part.number, pipeline.num_parts, device, **part.examples(), group=self._stage_group)
+            PipelineStage(module, part.number, pipeline.num_parts, device, **part.examples(), group=self._stages)
             for part, module in zip(self._parts, wrapped, strict=True)
         ]
         self._loss = StepLoss(self._parts[-1])
         given = stages if pipeline.chunks > 1 else stages[0]
         self._schedule = kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
-
-    def _averaged(self, part: ModelPart) -> nn.Module:
-        if self.data_ranks == 1:
-            return part
-        return nn.parallel.DistributedDataParallel(part, process_group=self._mesh.get_group("data"))
-
-    @property
-    def _stage_group(self) -> dist.ProcessGroup:
-        return self._mesh.get_group("stage")
 
     def step(self, step: StepInputs) -> tuple[float, float]:
         """Runs forward and backward of a step; returns seconds until the slowest rank is done, and the loss."""
@@ -148,7 +143,7 @@ class Stages:
     def hop_seconds(self) -> float:
         """Returns the seconds in which activations come from the first stage to the second while nothing else runs:
         half of a round trip."""
-        stage, first_two = self._mesh.get_local_rank("stage"), dist.get_process_group_ranks(self._stage_group)[:2]
+        stage, first_two = self._mesh.get_local_rank("stage"), dist.get_process_group_ranks(self._stages)[:2]
         hidden = self._hidden_states(self._parts[0])
         began = 0.0
         for hop in range(2 * HOPS + 2):
@@ -156,9 +151,9 @@ class Stages:
                 synchronize(self._device)
                 began = time.perf_counter()
             if stage == hop % 2:
-                dist.send(hidden, first_two[1 - stage], group=self._stage_group)
+                dist.send(hidden, first_two[1 - stage], group=self._stages)
             elif stage == 1 - hop % 2:
-                dist.recv(hidden, first_two[1 - stage], group=self._stage_group)
+                dist.recv(hidden, first_two[1 - stage], group=self._stages)
         synchronize(self._device)
         seconds = torch.tensor((time.perf_counter() - began) / (2 * HOPS), dtype=torch.float64, device=self._device)
         dist.broadcast(seconds, 0)  # rank 0 is on the first stage
@@ -228,7 +223,13 @@ class StepSetup:
     def open(cls, options: argparse.Namespace, device: torch.device) -> Self:
         """Checks options and draws documents. Exits if the folder is there already, or the stages do not divide the
         ranks. A collective call."""
-        check_folder(options.folder, device)
+        # Rank 0 looks before it writes: a rank that starts late would see what has just been written.
+        is_there = torch.tensor(int(dist.get_rank() == 0 and options.folder.exists()), device=device)
+        dist.broadcast(is_there, 0)
+        if is_there:
+            raise SystemExit(
+                f"{options.folder} is there already, and would be replaced and removed: give another --folder"
+            )
         data_ranks, rest = divmod(dist.get_world_size(), options.stages)
         if rest:
             raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
@@ -239,15 +240,6 @@ class StepSetup:
         for pipeline in pipelines:
             pipeline.check(options.micro_batches, config.num_hidden_layers)
         return cls(mesh, config, pipelines, first_step(options, data_ranks))
-
-
-def check_folder(folder: Path, device: torch.device) -> None:
-    """Exits on all ranks if the folder is there. Rank 0 looks before it writes: a rank that starts late would see what
-    has just been written."""
-    is_there = torch.tensor(int(dist.get_rank() == 0 and folder.exists()), device=device)
-    dist.broadcast(is_there, 0)
-    if is_there:
-        raise SystemExit(f"{folder} is there already, and would be replaced and removed: give another --folder")
 
 
 def first_step(options: argparse.Namespace, data_ranks: int) -> Dataset:
@@ -273,5 +265,4 @@ def write_model(folder: Path, config: Any, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(device)

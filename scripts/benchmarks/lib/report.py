@@ -1,22 +1,29 @@
-"""Results of a benchmark step: one header line and one Markdown table, or the same as JSON."""
+"""Results of a benchmark step: a line with versions, device, model and documents, and figures of a Markdown table."""
 
 import argparse
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import transformers
 
-from lib.devices import peak_flops
+import distca_hf
+from lib.documents import spelled_out
 from lib.model import Shape
 from lib.tables import Columns, figure, peak_gib
+from lib.wires import peak_flops
 
 
 STEP_MS, EXCHANGED_GB = figure("step_seconds", 1e3, 1), figure("exchanged_bytes", 1e-9, 3)
 TOKENS_PER_SECOND, MFU = figure("tokens_per_second", 1, 0), figure("utilisation", 100, 1)
 # Losses of all modes are of the same tokens: how far they may differ, as a part of the first one.
 LARGEST_LOSS_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+# Variables that change a measurement.
+SHOWN_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_MAX_P2P_NCHANNELS", "DISTCA_EXCHANGE_CHUNKS", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -110,3 +117,34 @@ COLUMNS: Columns = {
     "peak GiB": peak_gib,
     "error ÷ allowed": figure("largest_error", 1, 2),
 }
+
+
+def machine_facts(device: torch.device) -> list[str]:
+    """Returns two parts: versions of packages; number and kind of devices, with variables that change a figure."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    set_here = [f", {variable}={os.environ[variable]}" for variable in SHOWN_VARIABLES if variable in os.environ]
+    return [
+        f"distca_hf {distca_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        f"{dist.get_world_size()} x {name}{''.join(set_here)}",
+    ]
+
+
+def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torch.device) -> list[str]:
+    """Returns the parts of that line, for a model and so many tokens of a rank and step."""
+    dtype, reduce_dtype = (str(one).removeprefix("torch.") for one in (options.dtype, options.reduce_dtype))
+    reduced = f"FSDP2, gradients summed in {reduce_dtype}" if options.fsdp else "no FSDP"
+    divided = {
+        f", {options.dp_replicate_size} replicas": options.dp_replicate_size,
+        f", experts over {options.ep_size} ranks": options.ep_size,
+        f", layers over {options.tp_size} tensor ranks": options.tp_size,
+    }
+    return [
+        *machine_facts(device),
+        f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers",
+        dtype,
+        f"documents {spelled_out(options.documents)}",
+        f"{tokens} tokens per rank and step",
+        f"checkpointing {options.checkpointing}, {reduced}"
+        + "".join(words for words, size in divided.items() if size > 1)
+        + ", liger" * options.liger,
+    ]

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from distca_hf.comm.transport import Transport
 from distca_hf.parallel_context import Annex
 from distca_hf.servers.served_transport import ServedTransport
 from lib.documents import Documents
 from lib.modes import build_mode
-from lib.place import Mode, Place
-from lib.rounds import Runner
+from lib.place import Mode, Place, Runner
 from lib.wires import WiredPlugin, Wires
 
 
@@ -26,37 +24,25 @@ MODES = {
 }
 
 
-class ServedPlugin(WiredPlugin):
-    """The product's plugin over given wires, with the attention servers that were launched, over the owner's
-    connection to them; None: its own."""
-
-    def __init__(self, owner: "ServedPlugin | None", wires: Wires, **settings: Any) -> None:
-        super().__init__(wires, **settings)
-        self._owner = owner or self
-
-    def training_transport(self, device: torch.device) -> Transport:
-        """Returns the transport of a training, over the one connection to servers."""
-        return super().training_transport(device) if self._owner is self else self._owner.training_transport(device)
-
-
-class AlonePlugin(WiredPlugin):
-    """The product's plugin over given wires, which makes no use of the attention servers that were launched."""
-
-    def __init__(self, wires: Wires, **settings: Any) -> None:
-        super().__init__(wires, **settings)
-        self.annex = Annex(self)
+def plugin_without_servers(wires: Wires, **settings: Any) -> WiredPlugin:
+    """Returns the product's plugin over given wires, which makes no use of the attention servers that were
+    launched."""
+    plugin = WiredPlugin(wires, **settings)
+    plugin.annex = Annex(plugin)
+    return plugin
 
 
 class Connection:
     """The one connection to attention servers that all plugins of a benchmark share."""
 
     def __init__(self) -> None:
-        self._owner: ServedPlugin | None = None
+        self._owner: WiredPlugin | None = None
 
-    def plugin(self, wires: Wires, **settings: Any) -> ServedPlugin:
-        """Returns the product's plugin with servers."""
-        plugin = ServedPlugin(self._owner, wires, **settings)
+    def plugin(self, wires: Wires, **settings: Any) -> WiredPlugin:
+        """Returns the product's plugin with servers, over the connection of the first such plugin."""
+        plugin: Any = WiredPlugin(wires, **settings)
         self._owner = self._owner or plugin
+        plugin.training_transport = self._owner.training_transport
         return plugin
 
     def check_servers(self, device: torch.device) -> None:
@@ -76,7 +62,7 @@ class Connection:
         if name == "served":
             return build_mode("placed", place, documents).renamed(name)
         if name == "alone":
-            return build_mode("placed", replace(place, plugins=AlonePlugin), documents).renamed(name)
+            return build_mode("placed", replace(place, plugins=plugin_without_servers), documents).renamed(name)
         return build_mode(name, place, documents)
 
 

@@ -1,4 +1,4 @@
-"""Batches of a benchmark step, and such as Trainer has."""
+"""Batches of a benchmark step: as Trainer has them, and rows of layers with a state."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from distca_hf.batches.read_documents import DocumentReader, Reading, mark
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.layout import Layout
+from distca_hf.planning.kinds import RoutedKinds
+from distca_hf.planning.plan import plan_in_place
+from distca_hf.runtime.carried_states import CarriedRows
+from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.live_plan import LivePlan
+from lib.documents import Segment
 
 
 Batch = dict[str, Any]
@@ -64,3 +73,14 @@ class AsOfTrainer:
             mark(copied, reading)
             step.append((copied, reading))
         return step
+
+
+def rows_on_one_device(segments: Sequence[Segment], halo_tokens: int, device: torch.device) -> CarriedRows:
+    """Returns the rows of the only rank: segments of all tokens of all documents, in row order. Mixers see
+    `halo_tokens` before a token."""
+    tokens = [0] * (1 + max(document for document, _, _ in segments))
+    for document, _, stop in segments:
+        tokens[document] = max(tokens[document], stop)
+    plan = plan_in_place(Layout.from_segments(tokens, [segments]))
+    kinds = PinnedKinds.prepare(RoutedKinds.of(plan, 0), device.type == "cuda", halo_tokens)
+    return CarriedRows(LivePlan(0, kinds.planned(device, plan.fingerprint), LocalTransport(), DistCAConfig()))

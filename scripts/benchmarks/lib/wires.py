@@ -1,9 +1,10 @@
 """Wires of a benchmark step: the product's transport, counted.
 
 Every mode exchanges through one transport, so that all of them use the same process groups and bytes are counted
-alike.
+alike. Further below: numbers of all ranks, and what is asked of their devices.
 """
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import distca_hf
+from distca_hf import flops
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 
@@ -24,7 +26,10 @@ class Wires:
         self.grid = inner.grid
         self.reset()
         self._inner = inner
-        self.group = _group(device)  # FSDP's collectives have theirs to themselves
+        # FSDP's collectives have theirs to themselves. On GPUs exchanges of this group overtake kernels, as those of
+        # the product do: a ring of keys would overlap with nothing otherwise.
+        urgent = None if device.type == "cpu" else dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        self.group = dist.new_group(pg_options=urgent)
 
     def reset(self) -> None:
         """Counts bytes from here."""
@@ -73,14 +78,6 @@ class Wires:
         self.received_bytes += received_bytes
 
 
-def _group(device: torch.device) -> dist.ProcessGroup:
-    """Opens a group of all ranks. On GPUs its exchanges overtake kernels, as those of the product do: a ring of keys
-    would overlap with nothing otherwise."""
-    if device.type == "cpu":
-        return dist.new_group()
-    return dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
-
-
 class WiredPlugin(distca_hf.DistCAPlugin):
     """The product's plugin over given wires: every plugin of the benchmark shares one set of process groups."""
 
@@ -91,3 +88,37 @@ class WiredPlugin(distca_hf.DistCAPlugin):
     def transport(self, device: torch.device) -> Transport:
         """Returns the given wires."""
         return self._wires
+
+
+def largest(numbers: Sequence[float], device: torch.device) -> list[float]:
+    """Returns each number of the rank where it is the largest. A collective call."""
+    of_all = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
+    return of_all.tolist()
+
+
+def of_all_ranks(own: torch.Tensor) -> list[Any]:
+    """Returns the values of every rank's tensor. A collective call."""
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return [each.tolist() for each in ranks]
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Returns the peak of bf16 matrix products per second, by the name of the device; None if it is not known."""
+    return flops.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Lets go of what a training before has left; returns the bytes that this rank holds all the same."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)

@@ -1,16 +1,24 @@
-"""Outcomes of Transformers' tests with distca and with sdpa, the meaning of failures, and differences of two runs."""
+"""Outcomes of Transformers' and TRL's tests with distca and with sdpa, the meaning of failures, and their section of a
+page."""
 
 import re
-from collections.abc import Iterator
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
+
+from page_sections import introduction
 
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 DISTCA, SDPA = IMPLEMENTATIONS = ("distca", "sdpa")
 # Meanings of a failure with distca. The last one is a fault of distca until somebody explains it.
 BOTH, REFUSED, ASSERTS_SDPA, OTHER = ("with sdpa, too", "refused by name", "asserts sdpa", "other")
+MESSAGE_CHARACTERS = 130
+COLUMNS = ("suite", "passed", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
+UNLIKE = "They fail with sdpa, too, but with another error:"
 
 
 class KnownAssertion(NamedTuple):
@@ -104,3 +112,84 @@ def meaning(test: str, distca: Outcome, sdpa: Outcome) -> str:
 def without_numbers(message: str) -> str:
     """Replaces all numbers, so that messages of several layers and shapes are the same."""
     return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", message)
+
+
+def section(run: Run, suites: tuple[str, ...]) -> str:
+    """Writes all of a run in Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    failures = list(run.failures())
+    made = f"Made on {run.made} with {versions}. Test files: {', '.join(run.trees)}."
+    begins = introduction("trl_tests" if "trl" in run.versions else "transformers_tests")
+    families = f"Families: {', '.join(run.families)}."
+    parts = [begins, textwrap.fill(f"{made} {families} {summary(run, suites, failures)}", 119) + "\n"]
+    if len(suites) > 1:
+        parts += suite_table(run, suites, failures)
+    refused = [failure for failure in failures if failure.meaning == REFUSED]
+    if refused:
+        parts += ["Refused tests:\n", *error_table(refused)]
+    others = [failure for failure in failures if failure.meaning == OTHER]
+    if others:
+        parts += ["What fails for another reason:\n", *error_table(others)]
+    unlike = [
+        failure
+        for failure in failures
+        if failure.meaning == BOTH and not failure.distca.refused and not failure.distca.same_error(failure.sdpa)
+    ]
+    if unlike:
+        parts += [UNLIKE + "\n", *error_table(unlike)]
+    return "\n".join(parts)
+
+
+def summary(run: Run, suites: tuple[str, ...], failures: list[Failure]) -> str:
+    """Counts all tests that did not skip themselves, by the way they ended."""
+    passed = sum(run.passed(suite) for suite in suites)
+    means = Counter(failure.meaning for failure in failures)
+    return (
+        f"{passed + len(failures)} tests ran, {passed} passed. {means[REFUSED]} were refused by name, "
+        f"{means[ASSERTS_SDPA]} assert that the default is sdpa, {means[BOTH]} fail with sdpa, too, and "
+        f"{means[OTHER]} fail for another reason."
+    )
+
+
+def suite_table(run: Run, suites: tuple[str, ...], failures: list[Failure]) -> list[str]:
+    """Counts the tests of every suite."""
+    rows = []
+    for suite in suites:
+        means = Counter(failure.meaning for failure in failures if failure.suite == suite)
+        rows.append([suite, run.passed(suite), *(means[meaning] for meaning in (*COLUMNS[2:5], BOTH))])
+    return table(COLUMNS, rows)
+
+
+def error_table(failures: Iterable[Failure]) -> list[str]:
+    """Groups failures by their message, and counts and names their tests."""
+    groups = defaultdict(list)
+    for failure in failures:
+        groups[without_numbers(shortened(failure.distca.error or failure.distca.result))].append(failure)
+    rows = [
+        (
+            len(group),
+            len({failure.family for failure in group}),
+            shortened(group[0].distca.error or group[0].distca.result),
+            ", ".join(sorted({f"`{named(failure.test)}`" for failure in group})),
+        )
+        for group in sorted(groups.values(), key=len, reverse=True)
+    ]
+    return table(("tests", "families", "message, for example", "which"), rows)
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Makes the lines of a table, and an empty one."""
+    titles = list(columns)
+    head, *lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in [titles, *rows]]
+    return [head, f"|{'---|' * len(titles)}", *lines, ""]
+
+
+def shortened(error: str) -> str:
+    """Cuts an error: the layer that met it, and a long end."""
+    message = re.sub(r"\w+ of layer \S+: ", "", error)
+    return textwrap.shorten(message, MESSAGE_CHARACTERS, placeholder=" ...")
+
+
+def named(test: str) -> str:
+    """Cuts a test's name: its class, and the number formats it was called with."""
+    return re.sub(r"_\d+_b?fp?\d+.*", "", test.rpartition("::")[2])

@@ -17,7 +17,7 @@ from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of, nee
 from distca_hf.layout import Layout
 from distca_hf.planning.fragments import Fragments
 from distca_hf.runtime.device_fragments import PinnedFragments
-from lib.states import rows_on_one_device
+from lib.trainer_batches import rows_on_one_device
 from support.carried_steps import ONE_WITHOUT, step_alone, step_on_ranks
 from support.models import tiny_model
 from support.versions import states_travel

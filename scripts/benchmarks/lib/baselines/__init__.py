@@ -1,2 +1,1 @@
-"""Other ways to share attention than the product's: whole documents, Ulysses, context parallelism, and the ideal; and
-the code of a package."""
+"""Other ways to share attention than the product's, by plain collectives or the code of a package."""

@@ -22,7 +22,6 @@ from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
     Inputs,
-    Kernel,
     Outputs,
     Room,
     Saved,
@@ -157,10 +156,6 @@ class Work:
         self.handle = next(_handles)
         _works[self.handle] = self
 
-    def kernel_of(self, q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, spec: AttentionSpec) -> Kernel:
-        """Returns the kernel for these tensors."""
-        return choose_kernel(self.kernel, Operands.of(q_TNH, k_SGH, v_SGV), spec)
-
 
 # Operators take numbers, not objects. Whoever made a work keeps it; here it is only found by its number.
 _works: WeakValueDictionary[int, Work] = WeakValueDictionary()
@@ -174,7 +169,7 @@ def flash_attn(
     """Returns the attention output `[T, N, V]` and log-sum-exp of all calls; `window_tokens` 0: there is no sliding
     window."""
     spec = AttentionSpec(scale, window_tokens=window_tokens)
-    kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV, spec)
+    kernel = choose_kernel(_works[work].kernel, Operands.of(q_TNH, k_SGH, v_SGV), spec)
     out, lse = empty_outputs(q_TNH, v_SGV)
     for call in _works[work].calls:
         rows = call.queries
@@ -191,7 +186,7 @@ def flash_attn_backward(
     """Returns the gradients of q, k and v, in their shapes; `saved` are these, output and log-sum-exp."""
     q, k, v, out, lse = saved
     spec = AttentionSpec(scale, window_tokens=window_tokens)
-    kernel, calls = _works[work].kernel_of(q, k, v, spec), _works[work].calls
+    kernel, calls = choose_kernel(_works[work].kernel, Operands.of(q, k, v), spec), _works[work].calls
     dq = torch.empty_like(q)
     adds = any(call.keys.adds for call in calls)
     dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) if adds else torch.empty_like(x) for x in (k, v))

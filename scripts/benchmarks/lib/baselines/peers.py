@@ -1,17 +1,19 @@
-"""Attention of other projects by their own code: dense attention of axolotl-ringmaster, and MagiAttention.
+"""Attention and states of other projects by their own code: axolotl-ringmaster and MagiAttention.
 
     ulysses   q k v ── tokens to heads ── kernel of all modes ── heads to tokens ── out
     ring      k v ── all-gather ── kernel of all modes ── out
     magi      its planner deals chunks of tokens out; its transfers, in stages ── its own kernel ── out
 
-Both send over the group of the modes, by their own calls: their bytes are not counted.
+    states    functions that mixers call ── flash-linear-attention's with a context over all ranks for delta rules;
+              loops over documents and gathered states for Mamba2
+
+They send by their own calls: their bytes are not counted.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,20 +21,58 @@ import torch.distributed as dist
 
 from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
+from distca_hf.integrations.models.mixer_calls import Apart
+from distca_hf.integrations.models.mixers import mixers_of
+from distca_hf.integrations.models.structure import transformers_model
 from lib.baselines.ring_code import interface_of, offsets_of
 from lib.documents import batch_of
 from lib.model import Shape
 from lib.wires import Wires
 
 
-def ringmaster_runtime(lengths: Sequence[int], device: torch.device, **groups: dist.ProcessGroup | None) -> Any:
+def _ringmaster_runtime(lengths: Sequence[int], device: torch.device, **groups: dist.ProcessGroup | None) -> Any:
     """Returns the state in which axolotl-ringmaster attends, its `CPRuntime`, whose fields name the groups. Documents
     of these lengths follow each other over the ranks, which have equally many tokens."""
     from ringmaster.config import RingmasterConfig
     from ringmaster.runtime import CPRuntime
 
-    offsets = torch.tensor([0, *accumulate(lengths)], device=device)  # int64, which the package keeps as it is
+    offsets = offsets_of(lengths, device).long()  # which the package keeps as they are
     return CPRuntime(RingmasterConfig(size=dist.get_world_size()), varlen=(offsets, max(lengths)), **groups)
+
+
+@contextmanager
+def ringmaster_states(model: torch.nn.Module, lengths: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Lets axolotl-ringmaster (tried: 0.2.7) pass states of an enabled model between all ranks, and convolutions see
+    the tokens before them. Documents of these lengths follow each other over the ranks, which have equally many
+    tokens. Exits if the package knows none of the model's mixers."""
+    from ringmaster.mamba import mamba2_mixers, wire_mamba2
+    from ringmaster.recurrent import gated_delta_mixers, kda_mixers, wire_gated_delta, wire_kda
+    from ringmaster.runtime import set_runtime
+
+    inner = transformers_model(model)
+    apart = {mixer: vars(mixer).pop("forward") for mixer in mixers_of(inner).values()}
+    group = dist.group.WORLD
+    restore: Callable[[], None] | None = None
+    for find, wire in ((gated_delta_mixers, wire_gated_delta), (kda_mixers, wire_kda), (mamba2_mixers, wire_mamba2)):
+        if restore is None and (found := find(inner)):
+            restore = wire(found, group)
+    if restore is None:
+        raise SystemExit(f"ringmaster knows no mixer of {type(inner).__name__}: leave this mode out")
+    set_runtime(_ringmaster_runtime(lengths, device, cp_group=group))
+    for mixer, own in apart.items():
+        assert isinstance(own, Apart)
+        own.before, mixer.forward = vars(mixer).get("forward"), own
+    try:
+        yield
+    finally:
+        for mixer, own in apart.items():
+            vars(mixer).pop("forward")
+            if own.before is not None:
+                mixer.forward, own.before = own.before, None
+        restore()
+        for mixer, own in apart.items():
+            mixer.forward = own
+        set_runtime(None)
 
 
 class RingmasterWork:
@@ -61,7 +101,7 @@ class RingmasterWork:
         else:
             self._attend = ring.make_ring_attention("hf_kernels", flash, RotateMethod.ALLGATHER)
         self._layer = layer
-        self._runtime = ringmaster_runtime(lengths, device, cp_group=wires.group, **{f"{way}_group": wires.group})
+        self._runtime = _ringmaster_runtime(lengths, device, cp_group=wires.group, **{f"{way}_group": wires.group})
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         from ringmaster.runtime import set_runtime

@@ -22,13 +22,16 @@ import torch
 import torch.distributed as dist
 
 from distca_hf.config import KernelName
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Saved, Spans
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Saved, Spans
 from distca_hf.kernels.registry import Operands, choose_kernel
 from lib.wires import Wires
 
 
 PACKAGE = "ring_flash_attn"
 INTERFACE = "flash_attn.flash_attn_interface"
+SPANS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+# What no mode asks for.
+LEFT_OUT = {"dropout_p": 0, "window_size_left": -1, "window_size_right": -1, "window_size": (-1, -1)}
 
 
 class RingWork(Protocol):
@@ -114,33 +117,15 @@ def interface_of(name: KernelName) -> Any:
     """Returns a module with functions of FlashAttention 2 that packages call; they call the kernel of a name."""
     module: Any = ModuleType(INTERFACE)
 
-    def spec_of(
-        scale: float, causal: bool, dropout: float, left: int, right: int, deterministic: bool
-    ) -> AttentionSpec:
-        assert (dropout, left, right) == (0, -1, -1), "modes ask for neither dropout nor windows"
-        return AttentionSpec(scale, causal=causal, deterministic=deterministic)
+    def chosen(*operands: torch.Tensor, **given: Any) -> tuple[Kernel, Spans, AttentionSpec]:
+        """Returns the kernel for q, k and v, and what it takes, from FlashAttention's keywords."""
+        assert all(given.get(word, value) == value for word, value in LEFT_OUT.items()), f"asked for {given}"
+        spec = AttentionSpec(given["softmax_scale"], given["causal"], deterministic=given.get("deterministic", False))
+        return choose_kernel(name, Operands.of(*operands), spec), Spans(*(given[word] for word in SPANS)), spec
 
-    def _flash_attn_varlen_forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        alibi_slopes: None = None,
-        return_softmax: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        spec = spec_of(softmax_scale, causal, dropout_p, window_size_left, window_size_right, False)
-        spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        out, lse = choose_kernel(name, Operands.of(q, k, v), spec).forward(Inputs(q, k, v), spans, spec)
-        return out, lse, None, None
+    def _flash_attn_varlen_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[Any, ...]:
+        kernel, spans, spec = chosen(q, k, v, **given)
+        return *kernel.forward(Inputs(q, k, v), spans, spec), None, None
 
     def _flash_attn_varlen_backward(
         dout: torch.Tensor,
@@ -152,41 +137,32 @@ def interface_of(name: KernelName) -> Any:
         dq: torch.Tensor,
         dk: torch.Tensor,
         dv: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        alibi_slopes: None = None,
-        deterministic: bool = False,
+        **given: Any,
     ) -> None:
-        spec = spec_of(softmax_scale, causal, dropout_p, window_size_left, window_size_right, deterministic)
-        spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        kernel = choose_kernel(name, Operands.of(q, k, v), spec)
+        kernel, spans, spec = chosen(q, k, v, **given)
         kernel.backward(dout, Saved(q, k, v, out, softmax_lse), Gradients(dq, dk, dv), spans, spec)
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *asked: Any) -> torch.Tensor:
-            out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *asked)
+        def forward(
+            ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]
+        ) -> torch.Tensor:
+            out, lse, *_ = _flash_attn_varlen_forward(q, k, v, **given)
             ctx.save_for_backward(q, k, v, out, lse)
-            ctx.asked = asked
+            ctx.given = given
             return out
 
         @staticmethod
         def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            saved = ctx.saved_tensors
+            saved = ctx.saved_tensors  # checkpointing lets them be read once
             gradients = [torch.empty_like(x) for x in saved[:3]]
-            _flash_attn_varlen_backward(dout.contiguous(), *saved, *gradients, *ctx.asked)
-            return *gradients, *[None] * len(ctx.asked)
+            _flash_attn_varlen_backward(dout.contiguous(), *saved, *gradients, **ctx.given)
+            return *gradients, None
 
-    def flash_attn_varlen_func(*spanned: Any, dropout_p: float, softmax_scale: float, causal: bool) -> torch.Tensor:
-        out: torch.Tensor = Attention.apply(*spanned, dropout_p, softmax_scale, causal)
+    def flash_attn_varlen_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *spans: object, **given: Any
+    ) -> torch.Tensor:
+        out: torch.Tensor = Attention.apply(q, k, v, dict(zip(SPANS, spans, strict=True)) | given)
         return out
 
     module.flash_attn_varlen_func = flash_attn_varlen_func

@@ -1,10 +1,5 @@
-"""Two more ways to compare with, which only benchmarks simulate.
-
-| function | what a rank holds | what it attends |
-|---|---|---|
-| even | an even share of all work; nothing is sent: a lower bound, not a way to train | its tokens |
-| gathered | a zigzag part of every document of its group | keys of all ranks, gathered before |
-"""
+"""Two more ways to compare with, which only benchmarks simulate: work that is spread evenly, a lower bound and not a
+way to train; and context parallelism that gathers keys of all ranks before attention."""
 
 from collections.abc import Sequence
 

@@ -5,7 +5,6 @@ full; the last is cut, and so is whatever is longer than `longest_tokens`. `pret
 from distributions of the same shape, for layouts whose tokens stay where they are.
 """
 
-import argparse
 from functools import cache
 
 import numpy as np
@@ -23,13 +22,6 @@ LONG_TOKENS = 10_000  # longer ones count twice in up-sampled mixes
 SHORTEST_TOKENS = 64
 
 
-def mix_name(text: str) -> str:
-    """Returns the name of a mix, as `type` of an option."""
-    if text not in MIXES:
-        raise argparse.ArgumentTypeError(f"mix {text!r} is none of {', '.join(MIXES)}")
-    return text
-
-
 @cache
 def file_lengths(name: str) -> IntArray:
     """Returns all lengths of a shipped file, in tokens."""
@@ -43,10 +35,9 @@ def batch(mix: str, num_ranks: int, tokens_per_rank: int, longest_tokens: int, s
     total_tokens = num_ranks * tokens_per_rank
     if mix == "one":
         documents = np.concatenate([[longest_tokens], rng.integers(500, 4001, total_tokens // 500)])
-    elif mix == "equal":
-        documents = np.full(ceil_div(total_tokens, longest_tokens), longest_tokens)
-    elif mix == "equal_3001":
-        documents = np.full(ceil_div(total_tokens, 3001), 3001)
+    elif mix in ("equal", "equal_3001"):
+        tokens = longest_tokens if mix == "equal" else 3001
+        documents = np.full(ceil_div(total_tokens, tokens), tokens)
     elif mix == "lognormal":
         documents = np.exp(rng.normal(np.log(4096), 1.6, total_tokens // 1000 + 100)).astype(np.int64)
     elif mix in ("pretrain_256k", "prolong_256k"):

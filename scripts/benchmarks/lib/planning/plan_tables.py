@@ -73,12 +73,8 @@ def print_bytes(ranks: list[int], seeds: int) -> None:
         ours = [int(each.sum()) for each in sent]
         theirs = [int(bytes_between(plan, LLAMA).sum()) for plan in published]
         print_row(
-            *(
-                mix,
-                num_ranks,
-                f"{tokens_per_rank // K}K",
-                *(gigabytes(statistics.mean(each)) for each in (ours, theirs)),
-            ),
+            *(mix, num_ranks, f"{tokens_per_rank // K}K"),
+            *(gigabytes(statistics.mean(each)) for each in (ours, theirs)),
             mean_over([own / max(1, other) for own, other in zip(ours, theirs, strict=True)]),
             mean_over([plan.imbalance for plan in published]),
             gigabytes(max(between_nodes(each, topology) for each in sent)),
@@ -98,12 +94,8 @@ def print_ratio_to_bound(ranks: list[int], seeds: int) -> None:
         ours = [int(bytes_between(plan_in_place(layout), LLAMA).sum()) for layout in layouts]
         bounds = [key_value_bytes_bound(layout, LLAMA) for layout in layouts]
         print_row(
-            *(
-                mix,
-                num_ranks,
-                f"{tokens_per_rank // K}K",
-                *(gigabytes(statistics.mean(each)) for each in (ours, bounds)),
-            ),
+            *(mix, num_ranks, f"{tokens_per_rank // K}K"),
+            *(gigabytes(statistics.mean(each)) for each in (ours, bounds)),
             mean_over([own / bound for own, bound in zip(ours, bounds, strict=True) if bound]),
         )
 

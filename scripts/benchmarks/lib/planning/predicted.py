@@ -4,7 +4,9 @@ Rows are in `docs/benchmarks/measured-steps.json`, each with the page that has i
 row were measured in one run, so ratios of its columns are compared.
 """
 
+import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ import numpy as np
 from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.find_model import read_model
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
@@ -27,12 +29,14 @@ from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import GivenPlans
+from distca_hf.config import DistCAConfig
 from distca_hf.layout import Layout, Topology
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from lib.documents import parse_documents
 from lib.model import PRESETS
 from lib.planning.bench_ways import even, gathered
+from lib.tables import figure, table_of
 
 
 LAYERS, SLOW_CHUNKS = 4, 4
@@ -53,6 +57,10 @@ RATIOS = (
     ("with servers / even", "served", ("served_ideal",)),
     ("alone / with servers", "saved", ("served",)),
 )
+# Modes of attention_step.py and their names in the simulation, and ratios of these.
+SIMULATED_NAMES = {"placed": "recomputed"} | {name: name for name in ("local", "ideal", "ulysses", "context")}
+MODE_RATIOS = (("local", "placed"), ("placed", "ideal"), ("ulysses", "ideal"), ("context", "ideal"))
+Ratios = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -77,16 +85,6 @@ class MeasuredRow:
     def slow(self) -> bool:
         """Returns whether all links were those between nodes."""
         return self.links != "NVLink"
-
-    @property
-    def document_tokens(self) -> IntArray:
-        """Returns lengths of the documents, int64 `[documents]`."""
-        return np.array(parse_documents(self.documents))
-
-
-def read_measured(path: Path) -> list[MeasuredRow]:
-    """Returns the measured rows of a file."""
-    return [MeasuredRow(**{"gpu": "H200", **row}) for row in json.loads(path.read_text())["rows"]]
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     """Returns simulated milliseconds of every way that was measured."""
     setting = Setting(
         model_of(PRESETS[row.model]) if row.model else llama_part(LAYERS, row.words or None),
-        *(row.document_tokens, row.gpus, row.slow, row.reduce_bytes),
+        *(np.array(parse_documents(row.documents)), row.gpus, row.slow, row.reduce_bytes),
         has_head=row.words > 0,
         root_share=1.0 if row.words else 0.5,  # without a head only the embedding is outside of layers
         keeps=not row.refetches,
@@ -272,13 +270,12 @@ class Compared:
 
 def compare(row: MeasuredRow, simulated: Mapping[str, float]) -> list[Compared]:
     """Returns the ratios that a row has."""
-    compared = []
-    for name, above, below in RATIOS:
-        base = next((way for way in below if way in row.ms), None)
-        if above in row.ms and base is not None:
-            ratios = (times[above] / times[base] for times in (row.ms, simulated))
-            compared.append(Compared(name, row, *ratios))
-    return compared
+    bases = {name: next((way for way in below if way in row.ms), None) for name, _, below in RATIOS}
+    return [
+        Compared(name, row, row.ms[above] / row.ms[base], simulated[above] / simulated[base])
+        for name, above, _ in RATIOS
+        if above in row.ms and (base := bases[name])
+    ]
 
 
 def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
@@ -297,9 +294,67 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
         served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True, gather_seconds=0.0).attention[0]
         alone = ours(costs, Cluster(profile, 1, 1, notes), plan_in_place(alone_layout), 1, True).attention[0]
         for number, name in enumerate(("forward", "backward")):
-            ratios = (
-                row["served"][number] / row["alone"][number],
-                float(getattr(served, name).max() / getattr(alone, name).max()),
-            )
-            compared.append(Compared(f"trainer and server / alone, {name}", measured, *ratios))
+            simulated = float(getattr(served, name).max() / getattr(alone, name).max())
+            ratio = f"trainer and server / alone, {name}"
+            compared.append(Compared(ratio, measured, row["served"][number] / row["alone"][number], simulated))
     return compared
+
+
+def why_not_simulated(options: argparse.Namespace) -> str | None:
+    """Returns why a measured step is not simulated; None if it is. With divided experts a layer's time depends on how
+    many tokens each of them gets, and profiles have no all-to-all in the midst of a layer."""
+    reasons = {
+        f"experts that {options.ep_size} ranks divide are not simulated": options.ep_size > 1,
+        "the part of one rank is not simulated": options.share_tokens,
+        "attention outputs that wait on the host are not simulated": options.checkpointing == "offloaded",
+        "steps are simulated under FSDP2: leave --no-fsdp out": not options.fsdp,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def ratios_of(options: argparse.Namespace, config: Any, seconds: Mapping[str, float], data_ranks: int) -> Ratios:
+    """Returns each ratio of two modes, measured and simulated from the profile of `--cluster`.
+
+    Args:
+        seconds: measured steps of the modes, by name.
+        data_ranks: that share the documents.
+    """
+    notes, text = Notes(), config.get_text_config()
+    setting = Setting(
+        model_of(config.to_dict()),
+        np.array(options.lengths),
+        data_ranks,
+        slow=os.environ.get("NCCL_P2P_DISABLE") == "1",
+        reduce_bytes=options.reduce_dtype.itemsize,
+        root_share=1.0 if text.tie_word_embeddings else 0.5,
+        tensor_ranks=options.tp_size,
+        replicas=options.dp_replicate_size,
+        liger=options.liger,
+        checkpointing=options.checkpointing,
+        keeps=DistCAConfig().kv_residency != "refetch",
+        chunks=DistCAConfig().num_chunks(Topology(data_ranks, data_ranks)),
+    )
+    known = [name for name in seconds if name in SIMULATED_NAMES]
+    simulated = simulate(setting, [SIMULATED_NAMES[name] for name in known], find_profile(options.cluster), notes)
+    return {
+        f"{above} ÷ {below}": (
+            seconds[above] / seconds[below],
+            simulated[SIMULATED_NAMES[above]] / simulated[SIMULATED_NAMES[below]],
+        )
+        for above, below in MODE_RATIOS
+        if above in known and below in known
+    }
+
+
+def table_of_ratios(ratios: Ratios) -> str:
+    """Returns a Markdown table with a row for each ratio."""
+    figures = {name: dict(zip(("measured", "simulated"), both, strict=True)) for name, both in ratios.items()}
+    return table_of(
+        {
+            "measured": figure("measured", 1, 3),
+            "simulated": figure("simulated", 1, 3),
+            "simulated ÷ measured": lambda of: f"{of['simulated'] / of['measured'] - 1:+.1%}",
+        },
+        figures,
+        "ratio",
+    )

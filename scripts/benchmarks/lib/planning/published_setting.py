@@ -12,7 +12,7 @@ import numpy as np
 
 from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Attention, Load, RowBytes, exchange_seconds, kernel_seconds, nothing_sent
@@ -57,14 +57,10 @@ def with_faster_links(profile: ClusterProfile) -> ClusterProfile:
     """Returns the profile with the links between nodes of the published evaluation."""
     links = profile.between_nodes
     assert links is not None
-    rate = links.num_bytes[-1] / links.exchange[-1]
-    return replace(profile, between_nodes=_scaled(links, rate / PUBLISHED_LINK_RATE))
-
-
-def _scaled(links: LinkTimes, factor: float) -> LinkTimes:
+    factor = links.num_bytes[-1] / links.exchange[-1] / PUBLISHED_LINK_RATE
     names = ("exchange", "all_gather", "reduce_scatter", "one_way", "to_next")
     scaled: dict[str, Any] = {name: tuple(factor * seconds for seconds in getattr(links, name)) for name in names}
-    return replace(links, **scaled)
+    return replace(profile, between_nodes=replace(links, **scaled))
 
 
 def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:

@@ -86,11 +86,6 @@ def print_streams(ranks: list[int], seeds: int) -> None:
         padding = max(1 - int(step.tokens.sum()) / planner.capacity_tokens for step in steps)
         worst = f"{max(plan.imbalance for plan in plans):.4f}", f"{padding:.3%}"
         print_row(mix, num_ranks, f"{tokens_per_rank // K}K", spread, *worst)
-    print_speed()
-
-
-def print_speed() -> None:
-    """Prints million tokens per second of one rank, from rows to micro-batches."""
     table(
         f"Streams: million tokens per second of a rank, best of {SPEED_ROUNDS}, by its thread's time and by the clock",
         *("mix", "stored rows", "clock", "arrays", "clock", "lists of a generator", "clock"),

@@ -5,11 +5,11 @@ checkpointing, and FSDP2 (on CPUs plain DDP). So their losses must follow each o
 """
 
 import argparse
-import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -26,13 +25,14 @@ from transformers import (
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
-from lib.devices import largest, peak_flops, synchronize
-from lib.model import LossModel, Shape, checkpointing_keywords, probe
+from lib.model import LossModel, checkpointing_keywords, probe
 from lib.options import add_kernel, add_model, check_packages
-from lib.parser import add_device, add_out, chosen_modes, count, not_negative, whole, write_figures
+from lib.parser import add_device, add_out, count, names, not_negative, whole, write_figures
 from lib.report import MFU, TOKENS_PER_SECOND
 from lib.tables import Columns, figure, number, peak_gib, table_of
-from lib.training.batches import DividedDocuments, LoaderBatches, WholeDocuments
+from lib.training.batches import Divided, LoaderBatches
+from lib.training.batches import whole as whole_packs
+from lib.wires import free_memory, largest, peak_flops, synchronize
 
 
 MODES = {
@@ -66,49 +66,46 @@ class StepTimes(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._began)
 
 
+def common_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns arguments of `TrainingArguments` and `SFTConfig` that all trainings have."""
+    on_cpu = options.device == "cpu"
+    return {
+        "output_dir": "bench_output",
+        "max_steps": options.steps,
+        "learning_rate": options.learning_rate,
+        "use_cpu": on_cpu,
+        "bf16": not on_cpu,
+        "use_liger_kernel": options.liger,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
 def training_arguments(options: argparse.Namespace, mode: str) -> TrainingArguments:
     """Returns arguments that differ in nothing between modes, but that `ulysses` saves attention by itself, as a
     plugin does it in the product's modes."""
-    on_cpu = options.device == "cpu"
     saves = mode == "ulysses" and options.checkpointed_attention == "save"
     return TrainingArguments(
-        output_dir="bench_output",
-        max_steps=options.steps,
+        **common_arguments(options),
         per_device_train_batch_size=1,
-        learning_rate=options.learning_rate,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=options.rising_steps,
-        use_cpu=on_cpu,
-        bf16=not on_cpu,
-        use_liger_kernel=options.liger,
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs=checkpointing_keywords(saves),
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **({} if on_cpu else FSDP),
+        **({} if options.device == "cpu" else FSDP),
     )
 
 
-def build_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """Returns the model in fp32; weights are the same in all modes and on all ranks."""
-    torch.manual_seed(0)
-    with device:
-        return AutoModelForCausalLM.from_config(config, attn_implementation="distca", dtype=torch.float32)
-
-
-def record_losses(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Returns a list that will hold this rank's part of the mean over all labels, of every step.
-
-    FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. After the model's own
-    forward it is fp32: hooks run in their order, and FSDP's comes later. Forward itself may be replaced any time, by
-    Liger's.
-    """
-    parts: list[torch.Tensor] = []
-    # Trainer scales the loss in place.
-    model.register_forward_hook(lambda _, inputs, outputs: parts.append(outputs.loss.detach().clone()))
-    return parts
+def train_and_watch(trainer: Trainer, device: torch.device) -> int:
+    """Trains; returns the most bytes that torch had given out at once meanwhile, 0 on CPUs."""
+    if device.type != "cuda":
+        trainer.train()
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    trainer.train()
+    return torch.cuda.max_memory_allocated(device)
 
 
 def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argparse.Namespace) -> dict[str, Any]:
@@ -121,7 +118,9 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
     args = training_arguments(options, mode)
     device = args.device
     held_bytes = free_memory(device)
-    model = build_model(config, device)
+    torch.manual_seed(0)  # weights are the same in all modes and on all ranks
+    with device:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="distca", dtype=torch.float32)
     shape = probe(LossModel(model))
     others = {"packing": options.packing_attention, "ulysses": "bench_heads"}
     if mode in others:
@@ -133,17 +132,16 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
     )
     times = StepTimes(device)
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[times])
-    parts = record_losses(model)
+    # This rank's part of the mean over all labels, which Trainer scales in place. FSDP hands the loss out in bf16, in
+    # steps of 1/16 at a loss of 11: too coarse to compare. After the model's own forward it is fp32: hooks run in
+    # their order, and FSDP's comes later. Forward itself may be replaced any time, by Liger's.
+    parts: list[torch.Tensor] = []
+    model.register_forward_hook(lambda _, inputs, outputs: parts.append(outputs.loss.detach().clone()))
     loader = choose_batches(mode, trainer, plugin, dataset)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    trainer.train()
-
-    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    peak_bytes, held_bytes = map(int, largest([peak_bytes, held_bytes], device))
+    peak_bytes, held_bytes = map(int, largest([train_and_watch(trainer, device), held_bytes], device))
     losses = torch.stack(parts)
     dist.all_reduce(losses)
-    lengths = [document_tokens(loader, step) for step in range(options.steps)]
+    lengths = [[len(document.input_ids) for document in loader.documents(0, step)] for step in range(options.steps)]
     return {
         "mode": mode,
         "distributed_type": trainer.accelerator.distributed_type.name,
@@ -152,29 +150,14 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
         "peak_bytes": peak_bytes,
         "held_before_bytes": held_bytes,
         "tokens": [sum(held) / dist.get_world_size() for held in lengths],
-        "model_flops": [model_flops(held, shape) / dist.get_world_size() for held in lengths],
+        # Of a rank, counted as in `lib.report.Load`.
+        "model_flops": [
+            3 * (sum(held) * shape.linear_flops + shape.attention_flops(shape.pairs(held))) / dist.get_world_size()
+            for held in lengths
+        ],
         "peak_flops": peak_flops(device),
         **figures_of_plans(trainer, loader),
     }
-
-
-def document_tokens(loader: distca_hf.PlacedLoader, micro_batch: int) -> list[int]:
-    """Returns the lengths of a micro-batch's documents, in tokens."""
-    return [len(document.input_ids) for document in loader.documents(0, micro_batch)]
-
-
-def model_flops(lengths: Sequence[int], shape: Shape) -> float:
-    """Returns the flops of a step on documents of these lengths, of all ranks, counted as in `lib.report.Load`."""
-    return 3 * (sum(lengths) * shape.linear_flops + shape.attention_flops(shape.pairs(lengths)))
-
-
-def free_memory(device: torch.device) -> int:
-    """Lets go of what a training before has left; returns the bytes that this rank holds all the same."""
-    gc.collect()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(device)
 
 
 def choose_batches(
@@ -186,11 +169,9 @@ def choose_batches(
         return trainer.get_train_dataloader()
     device = trainer.args.device
     loader = plugin.dataloader(dataset, trainer.args.seed)
-    batches: LoaderBatches
-    if mode == "ulysses":
-        batches = DividedDocuments(loader, device, plugin.tokens_per_rank, plugin.kernel)
-    else:
-        batches = WholeDocuments(loader, device)
+    divided = mode == "ulysses"
+    pack = Divided(device, plugin.tokens_per_rank, plugin.kernel) if divided else partial(whole_packs, device=device)
+    batches = LoaderBatches(loader, pack)
     trainer.get_train_dataloader = lambda: batches
     if mode == "given":
         distca_hf.enable(trainer.model, plugin, max(map(len, dataset.with_format("numpy")["input_ids"])))
@@ -256,21 +237,32 @@ def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]
     }
 
 
-def table(runs: Sequence[Mapping[str, Any]], warmup: int) -> str:
+def table(
+    runs: Sequence[Mapping[str, Any]],
+    warmup: int,
+    figures_of: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = step_figures,
+    columns: Columns = COLUMNS,
+    other_documents: Collection[str] = (),
+) -> str:
     """Returns a Markdown table with a row for each training; the first one is what the others are compared with."""
     figures: dict[str, dict[str, Any]] = {}
     for run in runs:
-        own = {**run, **step_figures(run, warmup), "furthest": furthest_in_words(runs[0], run)}
+        is_other = run["mode"] in other_documents and run is not runs[0]
+        own = {**run, **figures_of(run, warmup)}
+        own["furthest"] = "other documents" if is_other else furthest_in_words(runs[0], run)
         first = next(iter(figures.values()), own)
-        figures[run["mode"]] = own | {"ratio_to_first": own["step_seconds"] / first["step_seconds"]}
-    return table_of(COLUMNS, figures)
+        own["ratio_to_first"] = own["step_seconds"] / first["step_seconds"]
+        own["speed_to_first"] = own["tokens_per_second"] / first["tokens_per_second"]
+        figures[run["mode"]] = own
+    return table_of(columns, figures)
 
 
 def run_modes(
     options: argparse.Namespace,
     facts: Sequence[str],
     train_mode: Callable[[str], dict[str, Any]],
-    shown: Callable[[list[dict[str, Any]], int], str],
+    figures_of: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = step_figures,
+    columns: Columns = COLUMNS,
     other_documents: Collection[str] = (),
 ) -> None:
     """Trains in one mode after the other; prints all after each, because the next one may run out of memory. Exits if
@@ -279,14 +271,16 @@ def run_modes(
     Args:
         facts: parts of the first line.
         train_mode: trains in a mode, and returns its figures.
-        shown: makes a table of all figures so far, and of the steps that do not count.
+        figures_of: figures of a mode's steps, but for so many first ones.
+        columns: of the table of all figures so far.
         other_documents: modes with other documents, whose losses are others.
     """
     runs: list[dict[str, Any]] = []
     for mode in options.modes:
         runs.append(train_mode(mode))
         if dist.get_rank() == 0:
-            print("\n".join(["; ".join(facts), "", shown(runs, options.warmup)]) + "\n", flush=True)
+            shown = table(runs, options.warmup, figures_of, columns, other_documents)
+            print("\n".join(["; ".join(facts), "", shown]) + "\n", flush=True)
             write_figures(options, header="; ".join(facts), runs=runs)
     limit = options.most_difference
     wrong = {
@@ -300,9 +294,9 @@ def run_modes(
         raise SystemExit(f"losses differ from those of {runs[0]['mode']} by more than {limit}: {wrong}")
 
 
-def add_training(parser: argparse.ArgumentParser, modes: str, learning_rate: float) -> None:
-    """Adds options of trainings, with these defaults."""
-    parser.add_argument("--modes", default=modes, help="comma-separated, see below")
+def add_training(parser: argparse.ArgumentParser, known: Collection[str], modes: str, learning_rate: float) -> None:
+    """Adds options of trainings in one of the known modes, with these defaults."""
+    parser.add_argument("--modes", type=names(known), default=modes, help="comma-separated, see below")
     add_model(parser)
     parser.add_argument("--steps", type=count, default=20, help="to train")
     parser.add_argument("--warmup", type=whole, default=3, help="steps whose times do not count")
@@ -314,11 +308,10 @@ def add_training(parser: argparse.ArgumentParser, modes: str, learning_rate: flo
     add_out(parser, ", after every mode")
 
 
-def parse_training(parser: argparse.ArgumentParser, known: Collection[str]) -> argparse.Namespace:
-    """Returns the options of a command line, with `modes` as a list."""
+def parse_training(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Returns the options of a command line."""
     options = parser.parse_args()
     check_packages(parser, options)
-    options.modes = chosen_modes(parser, options.modes, known)
     if options.steps <= options.warmup:
         parser.error(f"--steps {options.steps} leaves none to time after --warmup {options.warmup}")
     return options

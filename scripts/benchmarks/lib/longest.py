@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,22 +117,13 @@ def _numbers(file: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A length that was tried."""
-
-    tokens: int  # on each rank
-    trained: bool  # whether it did; else memory was out
-    peak_bytes: int | None = None  # memory of the fullest GPU; None if it is not known
-
-
-def longest_of(tried: Sequence[Tried]) -> Tried | None:
-    """Returns the longest length that trained; None if none did."""
-    return max((one for one in tried if one.trained), key=lambda one: one.tokens, default=None)
+def longest_of(attempts: Mapping[int, Attempt]) -> int | None:
+    """Returns the most tokens of a rank that trained, of attempts by their tokens; None if none did."""
+    return max((tokens for tokens, one in attempts.items() if one.figures), default=None)
 
 
 def next_tokens(
-    tried: Sequence[Tried], first_tokens: int, resolution_tokens: int, limit_bytes: int | None = None
+    attempts: Mapping[int, Attempt], first_tokens: int, resolution_tokens: int, limit_bytes: int | None = None
 ) -> int | None:
     """Returns how many tokens of a rank to try next, a multiple of the resolution; None at the end.
 
@@ -141,25 +132,26 @@ def next_tokens(
     trained, a line through their peaks says where the limit of a GPU's memory is, and that is tried instead of the
     double. `limit_bytes` is None if it is not known.
     """
-    longest = longest_of(tried)
-    shortest = min((one.tokens for one in tried if not one.trained), default=None)
+    longest = longest_of(attempts)
+    shortest = min((tokens for tokens, one in attempts.items() if not one.figures), default=None)
     if longest is None:
         chosen = first_tokens if shortest is None else shortest // 2
         return chosen // resolution_tokens * resolution_tokens or None
     if shortest is None:
-        double = 2 * longest.tokens
-        predicted = _predicted(tried, limit_bytes)
+        double = 2 * longest
+        predicted = _predicted(attempts, limit_bytes)
         if predicted is None or predicted >= double:
             return double
-        return max(predicted // resolution_tokens * resolution_tokens, longest.tokens + resolution_tokens)
-    if shortest - longest.tokens <= resolution_tokens:
+        return max(predicted // resolution_tokens * resolution_tokens, longest + resolution_tokens)
+    if shortest - longest <= resolution_tokens:
         return None
-    return (longest.tokens + shortest) // 2 // resolution_tokens * resolution_tokens
+    return (longest + shortest) // 2 // resolution_tokens * resolution_tokens
 
 
-def _predicted(tried: Sequence[Tried], limit_bytes: int | None) -> int | None:
+def _predicted(attempts: Mapping[int, Attempt], limit_bytes: int | None) -> int | None:
     """Returns at how many tokens the limit is met, if peaks go on as between the two longest that trained."""
-    known = sorted((one.tokens, one.peak_bytes) for one in tried if one.trained and one.peak_bytes)
+    peaks = {tokens: one.figures["peak_bytes"] for tokens, one in attempts.items() if one.figures}
+    known = sorted((tokens, peak) for tokens, peak in peaks.items() if peak)
     if limit_bytes is None or len(known) < 2:
         return None
     (fewer, lower), (more, higher) = known[-2:]

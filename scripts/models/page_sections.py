@@ -1,8 +1,14 @@
 """Pages in Markdown of which several scripts write a section each, and their options."""
 
 import argparse
+import importlib
 import re
 from pathlib import Path
+
+import yaml
+
+
+INTRODUCTIONS = yaml.safe_load(Path(__file__).with_name("introductions.yaml").read_text())
 
 
 def file_to_write(text: str) -> Path:
@@ -22,6 +28,14 @@ def add_classes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
     page = "the page whose section is replaced, by default scripts/models/classes.md"
     parser.add_argument("--out", type=file_to_write, help=page)
+
+
+def introduction(section: str, **figures: object) -> str:
+    """Returns what a section begins with, up to its table, with versions of the installed packages and these
+    figures."""
+    versions = {name: importlib.import_module(name).__version__ for name in ("transformers", "torch", "distca_hf")}
+    text: str = INTRODUCTIONS[section].format(**versions, **figures)
+    return text
 
 
 def write_section(page: Path, section: str) -> None:

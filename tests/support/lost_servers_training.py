@@ -1,4 +1,4 @@
-"""The training of `lose_servers.py`: an unmodified Trainer with `plugin.attach`.
+"""The training of `scripts/faults/lose_servers.py`: an unmodified Trainer with `plugin.attach`.
 
 Arguments: folder, wrap, accumulation, steps (0: until the file `ended` is there), device, `--one-gpu`.
 """

@@ -1,20 +1,29 @@
-"""Steps: time of a training step in every way to share attention, as bars over the shortest possible step.
+"""Measured: time of a training step in every way to share attention, as bars over the shortest possible step; and
+losses of the same training with distca_hf on two ranks, and with sdpa on each document by itself.
 
-    python scripts/pictures/draw_steps.py
+    scripts/quickstart.sh --steps 64
+    cp quickstart_output/steps.json docs/benchmarks/quickstart-steps.json
+    python scripts/pictures/draw_measured.py
 
-Figures come from docs/benchmarks/steps.json, which names their page.
+Figures of steps come from docs/benchmarks/steps.json, which names their page.
 """
 
 import json
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
-from style import BENCHMARKS, Bar, Style, draw_bars, headed, save
+from style import BENCHMARKS, Bar, Style, draw_bars, draw_grid, headed, ruled, save
 
 
 # Tables with rows: documents, links, and milliseconds of a step, `ms`, by way to share attention.
 STEPS: dict[str, Any] = json.loads((BENCHMARKS / "steps.json").read_text())
+# Steps of the training, losses with either, and differences of these.
+TRAINED = json.loads((BENCHMARKS / "quickstart-steps.json").read_text())
+DISTCA, SDPA = zip(*(step["losses"] for step in TRAINED), strict=True)
+DIFFERENCES = [ours - theirs for ours, theirs in zip(DISTCA, SDPA, strict=True)]
+LARGEST = f"{max(map(abs, DIFFERENCES)):.7f}"
 # Ways to share attention and their names in each picture, from top to bottom.
 FOUR_GPUS = {
     "plain": "plain packing",
@@ -67,17 +76,11 @@ def draw_four_gpus(style: Style) -> Figure:
     )
     figure = headed(style, 5.9, "distca_hf stays within 3 % of ideal, over fast and slow links", details)
     documents = ["one of 128K among 96 of 4K", "all lengths from 64K to 2K", "all of 4K"]
-    panels = figure.subplots(2, 3, sharex=True, sharey=True)
-    for row, (links, title) in enumerate([("NVLink", "NVLink"), ("30 GB/s", "30 GB/s, as between nodes")]):
-        for column, mix in enumerate(documents):
-            axes = panels[row, column]
-            draw_bars(axes, style, bars(style, FOUR_GPUS, row_of("four_gpus", mix, links), "ideal"), 0.03)
-            axes.set_xlim(0, 2.3)
-            if row == 0:
-                axes.set_title(mix, fontsize=10.5, loc="left", pad=22)
-            if column == 0:
-                axes.text(0, 1.02, title, transform=axes.transAxes, color=style.muted, fontsize=10)
-    figure.subplots_adjust(left=0.185, right=0.99, top=0.775, bottom=0.02, hspace=0.16, wspace=0.06)
+    rows = {
+        title: {mix: bars(style, FOUR_GPUS, row_of("four_gpus", mix, links), "ideal") for mix in documents}
+        for links, title in (("NVLink", "NVLink"), ("30 GB/s", "30 GB/s, as between nodes"))
+    }
+    draw_grid(figure, style, rows, 2.3, 0.03)
     return figure
 
 
@@ -108,6 +111,42 @@ def described(table: str, ways: dict[str, str]) -> str:
     return f"Milliseconds of a training step. {'. '.join(rows)}."
 
 
+def draw_losses(style: Style) -> Figure:
+    """Draws both losses, and below them their difference."""
+    details = (
+        f"A small Llama on Python's sources, {len(TRAINED)} steps (quickstart): distca_hf with documents over two "
+        f"ranks, and sdpa\nwith each document alone. Losses differ by {LARGEST} at most; single "
+        "precision."
+    )
+    figure = headed(style, 4.6, "The losses are those of ordinary training", details)
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
+    steps = range(1, 1 + len(TRAINED))
+    panels[0].plot(steps, SDPA, color=style.others, lw=7, alpha=0.55, solid_capstyle="round", label="sdpa")
+    panels[0].plot(steps, DISTCA, color=style.ours, lw=1.8, label="distca_hf")
+    panels[0].set_ylabel("loss")
+    panels[0].legend(frameon=False, loc="upper right")
+    panels[1].plot(steps, DIFFERENCES, color=style.ours, lw=1.2)
+    panels[1].axhline(0, color=style.muted, lw=0.6)
+    panels[1].set_ylabel("difference,\nmillionths")
+    panels[1].set_xlabel("step")
+    panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 1e6:+.0f}" if value else "0"))
+    panels[1].set_xlim(0.5, len(TRAINED) + 0.5)
+    for axes in panels:
+        ruled(axes, style)
+    figure.align_ylabels(panels)
+    figure.subplots_adjust(left=0.105, right=0.985, top=0.80, bottom=0.105, hspace=0.14)
+    return figure
+
+
+def losses_in_words() -> str:
+    """Returns the picture of losses as text."""
+    return (
+        f"Losses of {len(TRAINED)} steps with distca_hf and with sdpa, from {DISTCA[0]:.3f} to {DISTCA[-1]:.3f}. They "
+        f"lie on each other and differ by {LARGEST} at most."
+    )
+
+
 if __name__ == "__main__":
+    save("losses", losses_in_words(), draw_losses)
     save("steps-four-gpus", described("four_gpus", FOUR_GPUS), draw_four_gpus)
     save("steps-two-gpus", described("two_gpus", TWO_GPUS), draw_two_gpus)

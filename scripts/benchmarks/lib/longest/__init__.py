@@ -1,1 +1,0 @@
-"""What the search for the longest document that trains is made of."""

@@ -1,1 +1,0 @@
-"""Sections of a page, which the programs of this folder share."""
