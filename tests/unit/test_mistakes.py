@@ -4,7 +4,6 @@ and what to do. Mistakes that take two ranks are in `faults/test_mistakes_on_ran
 import dataclasses
 import logging
 import math
-import re
 import signal
 import textwrap
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from transformers import (
 )
 
 import distca_hf
-from distca_hf import run
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.trainer.callback import DistCACallback
 from distca_hf.kernels.interface import AttentionSpec
@@ -87,28 +85,12 @@ def loop_without_enable(make: Make) -> None:
     tiny_model()(**next(iter(loader)))
 
 
-def collator_of_ones_own(make: Make) -> None:
-    attach(make(given={"data_collator": lambda documents: documents}))
-
-
-def batch_size(make: Make) -> None:
-    attach(make(per_device_train_batch_size=4))
-
-
 def stream(make: Make) -> None:
     class Unsaved(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[dict[str, list[int]]]:
             yield {"input_ids": [1, 2]}
 
     attach(make(Unsaved()))
-
-
-def list_of_rows(make: Make) -> None:
-    attach(make([{"input_ids": [1, 2]}]))
-
-
-def dataset_of_torch(make: Make) -> None:
-    attach(make(torch.utils.data.TensorDataset(torch.ones(3))))
 
 
 def texts(make: Make) -> None:
@@ -139,18 +121,6 @@ def padding_without_a_mask(make: Make) -> None:
     attach(make(Dataset.from_dict({"input_ids": padded}))).train()
 
 
-def no_label(make: Make) -> None:
-    attach(make(rows(3, 3, labels=[[-100] * 3] * 2))).train()
-
-
-def labels_of_other_tokens(make: Make) -> None:
-    attach(make(rows(41, labels=[[3] * 40])))
-
-
-def padded_rows(make: Make) -> None:
-    attach(make(rows(5, 5, attention_mask=[[1] * 5, [1, 1, 1, 0, 0]]))).train()
-
-
 def refused_model(config: Any, make: Make) -> None:
     attach(make(model=model_of(config)))
 
@@ -158,10 +128,6 @@ def refused_model(config: Any, make: Make) -> None:
 def rope_of_batches(make: Make) -> None:
     parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     refused_model(tiny_config("llama", rope_parameters=parameters), make)
-
-
-def document_too_long(make: Make) -> None:
-    attach(make(rows(5, 500, 300)))
 
 
 def callback_and_attach(make: Make) -> None:
@@ -175,34 +141,10 @@ def several_gpus_in_one_process(make: Make) -> None:
     attach(trainer)
 
 
-def loader_workers(make: Make) -> None:
-    attach(make(dataloader_num_workers=4))
-
-
-def resume_from_nothing(make: Make) -> None:
-    attach(make()).train(resume_from_checkpoint=True)
-
-
 def resume_from_another_training(make: Make) -> None:
     plain = make(rows(5, 9, labels=[[3] * 5, [3] * 9]), save_strategy="steps", save_steps=1, max_steps=1)
     plain.train()
     attach(make()).train(resume_from_checkpoint=True)
-
-
-def misspelt_setting(make: Make) -> None:
-    distca_hf.DistCAPlugin(token_per_rank=65536)
-
-
-def missing_package(make: Make) -> None:
-    choose_kernel("flash2", HOPPER, AttentionSpec(1.0))
-
-
-def number_as_text(make: Make) -> None:
-    distca_hf.DistCAPlugin(tokens_per_rank="65536")  # type: ignore[arg-type]
-
-
-def kernel_of_transformers(make: Make) -> None:
-    distca_hf.DistCAPlugin(kernel="flash_attention_2")  # type: ignore[arg-type]
 
 
 def evaluation_that_does_not_pad(make: Make) -> None:
@@ -210,29 +152,9 @@ def evaluation_that_does_not_pad(make: Make) -> None:
     attach(make(given={"eval_dataset": dataset}, eval_strategy="steps", per_device_eval_batch_size=8))
 
 
-def evaluation_without_labels(make: Make) -> None:
-    attach(make(given={"eval_dataset": rows(41)}, eval_strategy="steps", per_device_eval_batch_size=1))
-
-
 def evaluation_on_texts(make: Make) -> None:
     texts = Dataset.from_dict({"text": ["a text"]})
     attach(make(given={"eval_dataset": {"held out": texts}}, eval_strategy="steps"), evaluate="distca")
-
-
-def setting_without_a_name(make: Make) -> None:
-    distca_hf.DistCAPlugin(65536)  # type: ignore[misc]
-
-
-def attach_to_a_model(make: Make) -> None:
-    distca_hf.DistCAPlugin().attach(tiny_model())  # type: ignore[arg-type]
-
-
-def plugin_as_callback(make: Make) -> None:
-    make(given={"callbacks": [distca_hf.DistCAPlugin()]})
-
-
-def longer_than_the_model_knows(make: Make) -> None:
-    attach(make(rows(150), model=tiny_model(max_position_embeddings=100)))
 
 
 class Interrupt(TrainerCallback):
@@ -262,21 +184,31 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "Call distca_hf.enable(model, plugin) before",
     ),
     "06 a collator of one's own": (
-        collator_of_ones_own,
+        lambda make: attach(make(given={"data_collator": lambda documents: documents})),
         "would not be called",
         "its data collator",
         "Leave that out, which keeps the collator",
     ),
-    "07 a batch size": (batch_size, "has no effect", "per_device_train_batch_size=4", "tokens_per_rank=192"),
+    "07 a batch size": (
+        lambda make: attach(make(per_device_train_batch_size=4)),
+        "has no effect",
+        "per_device_train_batch_size=4",
+        "tokens_per_rank=192",
+    ),
     "08 a stream": (
         stream,
         "a stream whose position cannot be saved",
         "Unsaved",
         "Give a datasets.IterableDataset",
     ),
-    "09 a list": (list_of_rows, "expected a tokenised datasets.Dataset", "not list", "datasets.Dataset.from_list"),
+    "09 a list": (
+        lambda make: attach(make([{"input_ids": [1, 2]}])),
+        "expected a tokenised datasets.Dataset",
+        "not list",
+        "datasets.Dataset.from_list",
+    ),
     "09 a dataset of torch": (
-        dataset_of_torch,
+        lambda make: attach(make(torch.utils.data.TensorDataset(torch.ones(3)))),
         "expected a tokenised datasets.Dataset",
         "not TensorDataset",
         "from_generator make one",
@@ -336,15 +268,20 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         f"tokens_per_rank={TOKENS} asks for placed batches",
         "Leave tokens_per_rank out",
     ),
-    "11 nothing to learn": (no_label, "no label to learn", "micro-batch 0", "look at the dataset's labels and masks"),
+    "11 nothing to learn": (
+        lambda make: attach(make(rows(3, 3, labels=[[-100] * 3] * 2))).train(),
+        "no label to learn",
+        "micro-batch 0",
+        "look at the dataset's labels and masks",
+    ),
     "12 labels of other tokens": (
-        labels_of_other_tokens,
+        lambda make: attach(make(rows(41, labels=[[3] * 40]))),
         "has 40 values for 41 tokens of input_ids",
         "row 0: column 'labels'",
         "make it of the same tokens, or remove it",
     ),
     "13 padded rows": (
-        padded_rows,
+        lambda make: attach(make(rows(5, 5, attention_mask=[[1] * 5, [1, 1, 1, 0, 0]]))).train(),
         "the dataset is padded",
         "row 1: attention_mask is 0 at token 3",
         "Tokenise it without padding",
@@ -374,7 +311,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "use 'yarn' or 'default'",
     ),
     "15 a document that is too long": (
-        document_too_long,
+        lambda make: attach(make(rows(5, 500, 300))),
         "has 500 tokens, all data ranks together hold 192 (and 1 more like it)",
         "document 1 (row 1)",
         "Raise ranks x tokens_per_rank to 500",
@@ -391,9 +328,14 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "this Trainer",
         "launch one process per GPU: torchrun --nproc-per-node 2",
     ),
-    "21 workers of a loader": (loader_workers, "no effect", "dataloader_num_workers", "setting prefetch"),
+    "21 workers of a loader": (
+        lambda make: attach(make(dataloader_num_workers=4)),
+        "no effect",
+        "dataloader_num_workers",
+        "setting prefetch",
+    ),
     "23 nothing to resume from": (
-        resume_from_nothing,
+        lambda make: attach(make()).train(resume_from_checkpoint=True),
         "found no checkpoint to resume from",
         "run",
         "leave resume_from_checkpoint out",
@@ -405,20 +347,25 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "ignore_data_skip=True begins the data anew",
     ),
     "24 a misspelt setting": (
-        misspelt_setting,
+        lambda make: distca_hf.DistCAPlugin(token_per_rank=65536),
         "unknown setting 'token_per_rank'",
         "DistCAPlugin",
         "Did you mean 'tokens_per_rank'?",
     ),
     "26 a missing package": (
-        missing_package,
+        lambda make: choose_kernel("flash2", HOPPER, AttentionSpec(1.0)),
         "flash2 is not installed",
         "kernel='flash2'",
         "pip install flash-attn --no-build-isolation",
     ),
-    "27 a number as a text": (number_as_text, "not str", "tokens_per_rank='65536'", "must be of type int"),
+    "27 a number as a text": (
+        lambda make: distca_hf.DistCAPlugin(tokens_per_rank="65536"),  # type: ignore[arg-type]
+        "not str",
+        "tokens_per_rank='65536'",
+        "must be of type int",
+    ),
     "28 a kernel's name in Transformers": (
-        kernel_of_transformers,
+        lambda make: distca_hf.DistCAPlugin(kernel="flash_attention_2"),  # type: ignore[arg-type]
         "must be one of auto, flash4",
         "kernel='flash_attention_2'",
         "flash_attention_2 is 'flash2' here",
@@ -430,7 +377,9 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "Set evaluate='distca' or per_device_eval_batch_size=1, or give Trainer a collator that pads",
     ),
     "30 evaluation without labels": (
-        evaluation_without_labels,
+        lambda make: attach(
+            make(given={"eval_dataset": rows(41)}, eval_strategy="steps", per_device_eval_batch_size=1)
+        ),
         "makes no 'labels'",
         "the evaluation dataset",
         "add a column 'labels', or set evaluate='distca'",
@@ -442,25 +391,25 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "tokenise it first",
     ),
     "31 a setting without a name": (
-        setting_without_a_name,
+        lambda make: distca_hf.DistCAPlugin(65536),  # type: ignore[misc]
         "65536 has no name",
         "DistCAPlugin",
         "for example tokens_per_rank=65536",
     ),
     "31 attach to a model": (
-        attach_to_a_model,
+        lambda make: distca_hf.DistCAPlugin().attach(tiny_model()),  # type: ignore[arg-type]
         "takes a Trainer",
         "not LlamaForCausalLM",
         "call distca_hf.enable(model, plugin)",
     ),
     "31 a plugin as callback": (
-        plugin_as_callback,
+        lambda make: make(given={"callbacks": [distca_hf.DistCAPlugin()]}),
         "is not a callback",
         "a DistCAPlugin",
         "call plugin.attach(trainer)",
     ),
     "33 longer than the model knows": (
-        longer_than_the_model_knows,
+        lambda make: attach(make(rows(150), model=tiny_model(max_position_embeddings=100))),
         "has 150 tokens, and the model was made for 100 (max_position_embeddings)",
         "the training dataset",
         "Scale them (rope_parameters, 'yarn'), or split documents",
@@ -501,20 +450,17 @@ def not_imported(make: Make) -> None:
     tiny_model(implementation="distka")
 
 
-def batch_without_labels(make: Make) -> None:
-    make().train()
-
-
-def falcon(make: Make) -> None:
-    model_of(FalconConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
-
-
 @pytest.mark.parametrize(
     ("mistake", "do"),
     [
         (not_imported, "import it first"),
-        (batch_without_labels, "DataCollatorForLanguageModeling"),
-        (falcon, "flash_attention_2"),
+        (lambda make: make().train(), "DataCollatorForLanguageModeling"),
+        (
+            lambda make: model_of(
+                FalconConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+            ),
+            "flash_attention_2",
+        ),
     ],
     ids=["01 import is forgotten", "02 a batch without labels", "14b Falcon"],
 )
@@ -536,39 +482,6 @@ def test_error_of_another_package_is_on_the_page_of_messages(
 
     (advice,) = [advice for begin, advice in quoted.items() if begin.rstrip("… ") in said]
     assert do in advice
-
-
-# --- a command line of its own
-
-
-@pytest.mark.parametrize(
-    ("recipe", "words", "told"),
-    [
-        ("", ["--recipe", "cpu_2proc", "lora"], "is a configuration of Accelerate: give it to"),
-        ("plugin: {", ["--recipe", "recipe.yaml", "lora"], "cannot read recipe.yaml"),
-        ("plugins: {}", ["--recipe", "recipe.yaml", "lora"], "unknown section 'plugins'. Did you mean 'plugin'?"),
-        ("plugin: {}", ["--recipe", "recipe.yaml"], "expected a script"),
-        ("", [], "expected --recipe or a script, got neither"),
-        ("plugin: {token_per_rank: 1}", ["--recipe", "recipe.yaml", "lora"], "Did you mean 'tokens_per_rank'?"),
-    ],
-)
-def test_wrong_recipe_is_answered_before_anything_is_imported(
-    recipe: str,
-    words: list[str],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("recipe.yaml").write_text(recipe)
-    with pytest.raises(SystemExit) as caught:
-        run.main(words)
-    said = capsys.readouterr().err
-
-    assert caught.value.code == 2
-    assert told in said
-    assert sum(len(textwrap.wrap(line, COLUMNS)) for line in said.splitlines()) <= LINES + 1, said
 
 
 # --- what only looks like a mistake
@@ -595,11 +508,3 @@ def test_half_precision_on_a_cpu_trains(make: Make) -> None:
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert len(losses) == 2
     assert all(math.isfinite(loss) and loss > 0 for loss in losses)
-
-
-def test_all_errors_can_be_imported_from_the_package() -> None:
-    """34."""
-    named = re.findall(r"^\| `(\w+Error)` \|", (REPOSITORY / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
-
-    assert "NotFiniteError" in named
-    assert [name for name in named if not issubclass(getattr(distca_hf, name), DistCAError)] == []

@@ -357,10 +357,6 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
         ["recipe.yaml", *TEXTS, "--accelerate", "cpu"],
         "'cpu' is neither a file nor a shipped recipe",
     ),
-    "more processes than GPUs": (
-        ["recipe.yaml", *TEXTS, "--accelerate", "fsdp2_4gpu"],
-        "starts 4 processes on each machine, and this one has 0 GPUs",
-    ),
     "script with a mistake": (["recipe.yaml", *TEXTS, "--script", "fails.py"], "fails.py is not a Python script: "),
     "script without its modules": (
         ["recipe.yaml", *TEXTS, "--script", "lonely.py"],

@@ -36,6 +36,7 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.models import tiny_model
+from support.thorough import is_thorough
 
 
 # Query heads and KV heads: all KV heads, fewer groups than KV heads, one that 8 does not divide, no divisor but 1.
@@ -156,7 +157,7 @@ def test_an_overlong_document_is_refused_wherever_it_is(seed: int, shapes: dict[
         pack_epoch(np.array(lengths), request, seed).first_step(request.micro_steps)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100 if is_thorough() else 20, deadline=None)
 @given(data=st.data())
 def test_any_step_is_the_first_of_training(data: st.DataObject, shapes: dict[tuple[int, int], ModelShape]) -> None:
     ranks = data.draw(st.integers(1, 17), label="ranks")

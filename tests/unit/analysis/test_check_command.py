@@ -82,6 +82,7 @@ def test_json_has_all_and_agrees_with_the_estimates() -> None:
     assert found["layers"][0]["heads"]["key_value"] == 8
     assert found["kernels"][0]["able"] == ["flash4", "flash3", "flash2", "torch_varlen"]
     memory = found["memory_bytes"]["fsdp2"]
+    assert memory["gradients"] == 0, "of one micro-step"
     assert memory["total"] - memory["received"] == pytest.approx(expected.total, rel=0.01)
     assert found["fits"] == {"fsdp2": True, "zero3": True}
     largest = found["largest_tokens_per_rank"]["fsdp2"]
@@ -93,11 +94,10 @@ def test_json_has_all_and_agrees_with_the_estimates() -> None:
 
 def test_accumulation_is_counted_as_trainer_has_it() -> None:
     options = ("llama3-8b", "--tokens-per-rank", 16_384, "--liger")
-    one, four = (as_json(*options, "--micro-steps", steps)["memory_bytes"] for steps in (1, 4))
+    four = as_json(*options, "--micro-steps", 4)["memory_bytes"]
     text = run(*options, "--micro-steps", 4).stdout
 
-    assert (set(one), list(four)) == ({"fsdp2", "zero3"}, ["fsdp2", "fsdp2_synced", "zero3"])
-    assert one["fsdp2"]["gradients"] == 0
+    assert list(four) == ["fsdp2", "fsdp2_synced", "zero3"]
     assert four["fsdp2"]["gradients"] == 4 * four["fsdp2_synced"]["gradients"] == pytest.approx(2 * 8.03e9, rel=1e-3)
     assert "FSDP2 FSDP2 synced ZeRO-3" in " ".join(text.split())
     assert "each GPU keeps all of them, 15.0 GiB in bf16. Synced (sync_each_batch=True in" in " ".join(text.split())
@@ -152,14 +152,6 @@ def test_limits_and_configurations_without_a_dtype_are_the_same_for_all_commands
         result = CliRunner().invoke(app, given + ["--tokens-per-rank", "300"] * (words[0] == "simulate"))
         assert result.exit_code == 0, result.output
         assert limit in " ".join(result.stdout.split())
-
-
-def test_the_largest_tokens_fit_and_more_do_not() -> None:
-    options = ("llama3.2-1b", "--gpus", 2, "--gpu", "l4")
-    largest = as_json(*options)["largest_tokens_per_rank"]["fsdp2"]
-
-    assert as_json(*options, "--tokens-per-rank", largest)["fits"]["fsdp2"]
-    assert not as_json(*options, "--tokens-per-rank", largest + 2048)["fits"]["fsdp2"]
 
 
 def test_a_refused_model_ends_with_one(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import answer as estimates
 from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.epoch import (
@@ -99,8 +98,7 @@ def test_json_says_everything() -> None:
 
 
 @pytest.mark.parametrize("layout", ["placed", "fixed"])
-def test_all_ways_to_train_if_asked_for(layout: str, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "MOST_STEPS", 1)
+def test_all_ways_to_train_if_asked_for(layout: str, some: Path) -> None:
     said = plan(some, "--json", "--compare", "--ranks-per-node", 4, "--layout", layout)["estimates"]
     ways = {way["key"]: way for way in said["ways"]}
     ring = next(key for key in ways if key.startswith("ring_"))
@@ -124,6 +122,8 @@ def test_figures_are_those_of_the_tasks(tmp_path: Path) -> None:
     said = plan(lengths, *options, ranks=2, tokens_per_rank=1000)
     pairs = causal_pairs(0, 1000)
     assert said["documents"] == 1001
+    assert (said["choices"], said["whole_epoch"]["micro_batches"]) == ([], 1)
+    assert said["whole_epoch"]["imbalance_before"]["mean"] == pytest.approx(said["imbalance_before"])
     assert said["imbalance_before"] == pytest.approx(2 * pairs / (pairs + 1000))
     assert said["imbalance"] <= 1.03
     assert said["tokens_min"] == said["tokens_max"] == 1000
@@ -140,8 +140,7 @@ def test_a_batch_may_hold_fewer_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["placed", "fixed"])
 @pytest.mark.parametrize("ranks", [1, 3, 7])
-def test_any_world(ranks: int, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "MOST_STEPS", 1)
+def test_any_world(ranks: int, layout: str, tmp_path: Path) -> None:
     lengths = write_lengths(tmp_path / "lengths.json", [5, 1, 1, 900, 30])
     said = plan(lengths, "--json", "--lengths-are-batch", "--compare", "--layout", layout, ranks=ranks)
     assert said["documents"] == 5
@@ -185,8 +184,7 @@ def test_the_model_decides_bytes(tmp_path: Path) -> None:
     assert of_config["bytes_total"] == 2 * of_preset["bytes_total"] > 0
 
 
-def test_the_table_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "MOST_STEPS", 1)
+def test_the_table_can_be_read() -> None:
     text = plan(PRETRAIN, "--compare", ranks=64)
     for words in (
         *("mean over the epoch", "95 % of micro-batches are below", "worst micro-batch"),
@@ -207,7 +205,6 @@ def test_the_table_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_fit_the_terminal(columns: int, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, no figure and no name is cut short."""
     monkeypatch.setattr(tables, "COLUMNS", columns)
-    monkeypatch.setattr(estimates, "MOST_STEPS", 1)
     options = ("--compare", "--micro-steps", 2, "--ranks-per-node", 4)
     text = plan(some, *options, ranks=64, tokens_per_rank=32768)
     lines = text.replace(str(some), "").splitlines()
@@ -275,14 +272,6 @@ def test_a_config_of_transformers_is_counted(tmp_path: Path) -> None:
 def _times(said: dict[str, Any]) -> dict[str, Any]:
     """Returns the figures that differ from call to call."""
     return {"planning_seconds": said["planning_seconds"]}
-
-
-def test_a_given_batch_has_no_other_choices(tmp_path: Path) -> None:
-    lengths = write_lengths(tmp_path / "lengths.json", [900, *[10] * 50])
-    said = plan(lengths, "--json", "--lengths-are-batch")
-    assert said["choices"] == []
-    assert said["whole_epoch"]["micro_batches"] == 1
-    assert said["whole_epoch"]["imbalance_before"]["mean"] == pytest.approx(said["imbalance_before"])
 
 
 def test_a_fresh_process_needs_no_torch(some: Path) -> None:

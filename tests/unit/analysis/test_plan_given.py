@@ -42,7 +42,6 @@ LLAMA = SimulatedModel.of(preset("llama3-8b"))
 WINDOWS = replace(LLAMA, window_layers=((Mask(64), 24),))
 HYBRID = replace(LLAMA, mixer_layers=24)
 WHOLE = replace(HYBRID, whole_documents=True)
-SHORT = replace(LLAMA, longest_document_tokens=8192)
 RANKS = 4
 LENGTHS = np.random.default_rng(5).lognormal(4.5, 1.2, 200).astype(np.int64).clip(1, 4000)
 

@@ -12,7 +12,6 @@ from itertools import chain, count, islice
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -87,33 +86,6 @@ def test_every_document_comes_exactly_once_per_epoch_with_its_own_positions() ->
         assert all(batch["input_ids"].shape[1] <= CAPACITY_TOKENS for batch in batches)
 
 
-def test_labels_are_the_tokens_and_shifted_labels_the_next_ones_of_the_same_document() -> None:
-    for batch in loader_of():
-        ids, positions, labels, shifted = (
-            batch[name][0].numpy() for name in ("input_ids", "position_ids", "labels", "shift_labels")
-        )
-        begins = positions == 0
-        assert (labels == np.where(begins, IGNORED, ids)).all()
-        assert (shifted == [*np.where(begins, IGNORED, ids)[1:], IGNORED]).all()
-        assert (positions[~begins] == positions[np.flatnonzero(~begins) - 1] + 1).all()
-
-
-def test_labels_of_the_dataset_and_masks_decide_what_is_learnt() -> None:
-    dataset = Dataset.from_dict(
-        {
-            "input_ids": [[5, 6, 7, 8]],
-            "labels": [[15, 16, IGNORED, 18]],
-            "completion_mask": [[0, 1, 1, 1]],
-        }
-    )
-    (batch,) = loader_of(dataset)
-
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
-    assert batch["labels"].tolist() == [[IGNORED, 16, IGNORED, 18]]
-    assert batch["shift_labels"].tolist() == [[16, IGNORED, 18, IGNORED]]
-    assert batch["distca_plan"].label_tokens == 2
-
-
 @pytest.mark.parametrize(
     ("multiple", "rows"),
     [(1, 130), (8, 136), (128, CAPACITY_TOKENS), (100, CAPACITY_TOKENS), (CAPACITY_TOKENS, CAPACITY_TOKENS)],
@@ -169,36 +141,6 @@ def test_set_epoch_chooses_the_next_epoch_and_the_others_follow() -> None:
     assert all_same(list(loader), epochs[3])
     loader.set_epoch(0)
     assert all_same(list(loader), epochs[0])
-
-
-def stream(loader: PlacedLoader, count: int) -> list[Batch]:
-    """The next `count` batches, over as many epochs as it takes."""
-    batches: list[Batch] = []
-    while len(batches) < count:
-        batches += islice(iter(loader), count - len(batches))
-    return batches
-
-
-@pytest.mark.parametrize("extra", [-2, -1, 0, 1])
-@pytest.mark.parametrize("epochs", [0, 1])
-def test_saved_position_continues_with_the_batch_that_would_have_come(epochs: int, extra: int) -> None:
-    """Saved in the loop's body: in the middle of an epoch, at its last batch, and at the first of the next."""
-    whole = loader_of()
-    length = len(whole)
-    taken = (epochs + 1) * length + extra if extra <= 0 else (epochs + 1) * length + 1
-    state, after = None, []
-    for _ in range(epochs + 3):
-        for batch in whole:
-            if state is not None:
-                after.append(batch)
-            taken -= 1
-            if taken == 0:
-                state = whole.state_dict()
-    assert state is not None
-    resumed = loader_of()
-    resumed.load_state_dict(state)
-
-    assert all_same(stream(resumed, length + 2), after[: length + 2])
 
 
 def test_loaded_position_goes_before_set_epoch_once() -> None:
@@ -366,38 +308,6 @@ def test_padded_row_of_a_small_dataset_is_found_before_the_first_batch() -> None
     )
     with pytest.raises(PackingError, match="row 11: attention_mask is 0 at token 60: the dataset is padded"):
         next(iter(loader_of(padded, shuffle=False)))
-
-
-class Infinite(torch.utils.data.Dataset):
-    def __getitem__(self, row: int) -> dict[str, list[int]]:
-        return {"input_ids": [row]}
-
-
-class Unsaved(torch.utils.data.IterableDataset):
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        yield {"input_ids": [1]}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "told"),
-    [
-        (Unsaved(), "Unsaved is a stream whose position cannot be saved"),
-        (Infinite(), "not Infinite"),
-        ([{"input_ids": [1]}], "not list"),
-        (Dataset.from_dict({"text": ["a"]}), r"no column 'input_ids', only \['text'\]; .* tokenise_texts"),
-        (Dataset.from_dict({"input_ids": []}), "the dataset is empty"),
-        (Dataset.from_dict({"input_ids": [[1, 2], []]}), "document 1 has 0 tokens"),
-        (
-            Dataset.from_dict({"input_ids": [[1, 2]], "position_ids": [[0, 0]]}),
-            "column 'position_ids', .* in a column 'seq_lengths'",
-        ),
-        (Dataset.from_dict({"input_ids": [[1], [1] * (CAPACITY_TOKENS + 1)]}), r"row 1\) has 193 tokens, .* hold 192"),
-    ],
-    ids=["stream", "torch dataset", "list", "text", "empty", "empty document", "positions", "too long"],
-)
-def test_dataset_that_cannot_be_packed_is_refused_at_once(dataset: Any, told: str) -> None:
-    with pytest.raises(PackingError, match=told):
-        loader_of(dataset)
 
 
 def test_several_processes_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

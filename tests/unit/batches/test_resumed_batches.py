@@ -20,11 +20,10 @@ NEXT = 8
 COLUMNS = ("input_ids", "position_ids", "labels", "shift_labels")
 
 
-def _loader(transport: LoopbackTransport) -> PlacedLoader:
-    config = distca_hf.DistCAPlugin(tokens_per_rank=96)
-    return PlacedLoader(
-        random_dataset(60), PlacedPlanner(config, transport.world_size), transport, torch.device("cpu"), seed=5
-    )
+def _loader(transport: LoopbackTransport, micro_steps: int) -> PlacedLoader:
+    planner = PlacedPlanner(distca_hf.DistCAPlugin(tokens_per_rank=96), transport.world_size)
+    device = torch.device("cpu")
+    return PlacedLoader(random_dataset(60), planner, transport, device, seed=5, micro_steps=micro_steps)
 
 
 def _stream(loader: PlacedLoader) -> Any:
@@ -37,18 +36,26 @@ def _next(batches: Any) -> list[tuple[list[torch.Tensor], int]]:
     return [([batch[name] for name in COLUMNS], batch["distca_plan"].fingerprint) for batch in islice(batches, NEXT)]
 
 
-@pytest.mark.parametrize("taken", [0, 1, 3, -2, -1], ids=lambda taken: f"taken {taken}")
-def test_next_batches_after_a_resume_are_bit_equal(taken: int) -> None:
+@pytest.mark.parametrize(
+    ("micro_steps", "epochs", "further"),
+    [
+        *((1, *begun) for begun in [(0, 0), (0, 1), (0, 3), (1, -2), (1, -1), (1, 0), (1, 1), (2, -1)]),
+        *((4, *begun) for begun in [(0, 2), (0, 3), (0, 4), (0, 6)]),
+    ],
+)
+def test_next_batches_after_a_resume_are_bit_equal(micro_steps: int, epochs: int, further: int) -> None:
+    """In the midst of an epoch, at its last batch, and at the first one of the next; in the midst of a step."""
+
     def body(transport: LoopbackTransport) -> tuple[int, int]:
-        going_on = _loader(transport)
-        begun = taken if taken >= 0 else len(going_on) + taken  # the latter go into the next epoch
+        going_on = _loader(transport, micro_steps)
+        begun = epochs * len(going_on) + further
         batches = _stream(going_on)
         for _ in islice(batches, begun):
             pass
         saved = json.loads(json.dumps(going_on.state_dict()))  # as a checkpoint keeps it
         expected = _next(batches)
 
-        resumed = _loader(transport)
+        resumed = _loader(transport, micro_steps)
         resumed.load_state_dict(saved)
         got = _next(_stream(resumed))
         assert len(got) == len(expected) == NEXT

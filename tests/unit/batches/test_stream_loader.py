@@ -74,12 +74,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("stream", "micro_steps"),
-    [(stream, 1 + 2 * (number % 2)) for number, stream in enumerate(STREAMS.values())],
-    ids=STREAMS.keys(),
-)
-def test_a_stream_stopped_twice_goes_on_with_the_same_batches(stream: Callable[[], Any], micro_steps: int) -> None:
+def assert_goes_on_after_two_stops(stream: Callable[[], Any], micro_steps: int) -> None:
     whole = [plain(batch) for batch in loader_of(stream(), micro_steps=micro_steps)]
 
     parts, state = [], None
@@ -92,6 +87,15 @@ def test_a_stream_stopped_twice_goes_on_with_the_same_batches(stream: Callable[[
 
     assert parts == whole
     assert Counter(token for batch in whole for token in batch[0] if token) == all_tokens()
+
+
+@pytest.mark.parametrize(
+    ("stream", "micro_steps"),
+    [(stream, 1 + 2 * (number % 2)) for number, stream in enumerate(STREAMS.values())],
+    ids=STREAMS.keys(),
+)
+def test_a_stream_stopped_twice_goes_on_with_the_same_batches(stream: Callable[[], Any], micro_steps: int) -> None:
+    assert_goes_on_after_two_stops(stream, micro_steps)
 
 
 def test_batches_are_full_and_the_last_ones_even() -> None:
@@ -366,8 +370,6 @@ def test_positions_of_datasets_and_of_streams_are_not_mixed() -> None:
     [
         ({"input_ids": 5}, "input_ids is 5, and must be a list"),
         ({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}, r"seq_lengths are \[1\.5, 1\.5\], and must be a list"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": 2}, r"seq_lengths are \[2\], and the row has 3 tokens"),
-        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, r"'labels' of int64 with shape \(2,\); input_ids has 3 tokens"),
         ({"input_ids": [1, 2], "labels": [1, 2]}, r"columns of what is learnt are \['labels'\], and \[\] before"),
         ({"input_ids": [1, 2], "loss_mask": [1, 0]}, "column 'loss_mask' holds numbers that a loss may need"),
     ],
@@ -438,17 +440,7 @@ def test_training_that_waits_for_its_stream_is_told_who_reads_longest(caplog: py
 def test_loader_of_torchdata_goes_on_after_two_stops(workers: int, micro_steps: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
-    def loader() -> StreamLoader:
-        rows = stateful.StatefulDataLoader(numbered_stream(shards=4), batch_size=None, num_workers=workers)
-        return loader_of(rows, micro_steps=micro_steps)
+    def loader() -> Any:
+        return stateful.StatefulDataLoader(numbered_stream(shards=4), batch_size=None, num_workers=workers)
 
-    whole, parts, state = [plain(batch) for batch in loader()], [], None
-    for stop in (4, 5, None):
-        resumed = loader()
-        if state is not None:
-            resumed.load_state_dict(state)
-        parts += [plain(batch) for batch in islice(resumed, stop)]
-        state = saved(resumed)
-
-    assert parts == whole
-    assert Counter(token for batch in whole for token in batch[0] if token) == all_tokens()
+    assert_goes_on_after_two_stops(loader, micro_steps)

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from distca_hf.data.collate import RankRows, collate
+from distca_hf.data.collate import collate
 from distca_hf.data.documents import DocumentSource
 from distca_hf.layout import Layout
 from support.layouts import random_layout
 
 
 DOCUMENTS = [[10, 11, 12, 13, 14, 15, 16, 17], [20, 21, 22], [30]]
-NAMES = ("input_ids", "position_ids", "labels", "shift_labels")
 
 
 def example() -> Layout:
@@ -25,42 +24,11 @@ def source_of(documents: list[list[int]], **columns: Any) -> DocumentSource:
     return DocumentSource(Dataset.from_dict({"input_ids": documents, **columns}), 1000)
 
 
-def as_lists(rows: RankRows) -> list[list[int]]:
-    return [getattr(rows, name).tolist() for name in NAMES]
-
-
-def test_rows_of_the_example() -> None:
-    source = source_of(DOCUMENTS)
-    left, right = (collate(example(), rank, np.arange(3), source) for rank in (0, 1))
-
-    assert as_lists(left) == [
-        [20, 21, 22, 10, 11, 0, 0],
-        [0, 1, 2, 0, 1, 0, 0],
-        [-100, 21, 22, -100, 11, -100, -100],
-        [21, 22, -100, 11, 12, -100, -100],
-    ]
-    assert as_lists(right) == [
-        [30, 12, 13, 14, 15, 16, 17, 0],
-        [0, 2, 3, 4, 5, 6, 7, 0],
-        [-100, 12, 13, 14, 15, 16, 17, -100],
-        [-100, 13, 14, 15, 16, 17, -100, -100],
-    ]
-    assert (left.num_labels, right.num_labels) == (4, 5)
-
-
 def test_rank_without_tokens_leaves_one_row_to_average_over() -> None:
     layout = Layout.from_segments([3], [[(0, 0, 3)], []], [4, 4])
     masks = [collate(layout, rank, np.array([1]), source_of(DOCUMENTS)).attention_mask for rank in (0, 1)]
 
     assert [mask.tolist() for mask in masks] == [[1, 1, 1, 0], [1, 0, 0, 0]]
-
-
-def test_rank_without_tokens_has_padding_alone() -> None:
-    layout = Layout.from_segments([3], [[(0, 0, 3)], []], [3, 2])
-    rows = collate(layout, 1, np.array([1]), source_of(DOCUMENTS))
-
-    assert as_lists(rows) == [[0, 0], [0, 0], [-100, -100], [-100, -100]]
-    assert rows.num_labels == 0
 
 
 class CountingSource:

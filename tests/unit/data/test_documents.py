@@ -101,16 +101,6 @@ def test_documents_are_the_same_however_the_dataset_is_stored(store: Callable[[D
     assert [labels_of(source, document)[0][1:] for document in range(4)] == [row[1:] for row in labels]
 
 
-@pytest.mark.parametrize("rows", [[3, 0, 2], [2, 2, 1], [1], [0, 1, 2, 3]], ids=str)
-def test_selected_rows_are_read_in_the_order_of_selection(rows: list[int]) -> None:
-    selected = dataset_of(labels=[[50 + token for token in document] for document in DOCUMENTS]).select(rows)
-    source = DocumentSource(selected, CAPACITY)
-
-    assert tokens_of(source) == [DOCUMENTS[row] for row in rows]
-    for document, row in enumerate(rows):
-        assert labels_of(source, document)[0][1:] == [50 + token for token in DOCUMENTS[row]][1:]
-
-
 @pytest.mark.parametrize(
     "feature",
     [List(Value(kind)) for kind in ("int8", "int32", "int64", "uint8", "uint16", "uint32")]
@@ -150,21 +140,6 @@ def test_tokens_read_do_not_share_memory_with_the_dataset() -> None:
 
 
 # --- labels
-
-
-def test_without_labels_the_tokens_are_learnt() -> None:
-    source = DocumentSource(dataset_of(), CAPACITY)
-
-    assert labels_of(source, 0) == ([-100, 12, 13], [12, 13, -100])
-    assert labels_of(source, 1) == ([-100], [-100])
-
-
-def test_labels_are_taken_from_their_column() -> None:
-    labels = [[11, -100, 13], [21], [-100, 32, 33, -100, 7], [41, 42]]
-    source = DocumentSource(dataset_of(labels=labels), CAPACITY)
-
-    assert labels_of(source, 0) == ([-100, -100, 13], [-100, 13, -100])
-    assert labels_of(source, 2) == ([-100, 32, 33, -100, 7], [32, 33, -100, 7, -100])
 
 
 MASKS = [[0, 1, 1], [1], [0, 0, 1, 1, 0], [1, 0]]
@@ -342,12 +317,6 @@ def test_transform_that_gives_no_integers_is_refused(values: Any) -> None:
 
 
 # --- columns that do not fit
-
-
-def test_length_column_that_agrees_changes_nothing() -> None:
-    assert tokens_of(DocumentSource(dataset_of(length=[3, 1, 5, 2]), CAPACITY)) == DOCUMENTS
-    shuffled = dataset_of(length=[3, 1, 5, 2]).select([2, 3, 0])
-    assert DocumentSource(shuffled, CAPACITY).document_tokens.tolist() == [5, 2, 3]
 
 
 def test_length_column_that_disagrees_is_refused_with_both_numbers() -> None:

@@ -105,13 +105,6 @@ def test_order_that_fits_into_fewer_micro_batches_is_spread_over_all_of_them() -
     assert {frozenset(documents) for documents in first} != {frozenset(documents) for documents in second}
 
 
-def test_unshuffled_epochs_are_all_the_same() -> None:
-    packer = EpochPacker(long_tailed(300), 40_000, seed=1, shuffle=False)
-    other_seed = EpochPacker(long_tailed(300), 40_000, seed=2, shuffle=False)
-
-    assert micro_batches(packer.epoch(0)) == micro_batches(packer.epoch(5)) == micro_batches(other_seed.epoch(1))
-
-
 def test_order_is_the_same_for_ever() -> None:
     """A saved position of a run means these documents: this order must never change."""
     packer = EpochPacker(lengths_of([1] * 12), 4, seed=42)

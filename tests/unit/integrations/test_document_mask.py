@@ -265,12 +265,6 @@ def test_mask_without_the_cached_tokens_is_refused() -> None:
         model(random_ids()[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 1))
 
 
-def test_layer_that_computes_with_the_mask_is_refused() -> None:
-    mask = RowMask((1, 1, TOKENS, TOKENS), torch.device("cpu"))
-    with pytest.raises(UnsupportedAttentionError, match="a layer computed add with the mask"):
-        torch.zeros(1) + mask
-
-
 def test_layer_with_other_keys_than_its_mask_is_refused() -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention
 

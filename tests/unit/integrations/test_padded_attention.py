@@ -120,14 +120,6 @@ def test_no_kernel_is_asked_about_padding_alone(monkeypatch: pytest.MonkeyPatch)
     assert model.model.layers[0].self_attn.v_proj.weight.grad.abs().max() == 0
 
 
-def test_padding_inside_of_rows_is_not_attended_to() -> None:
-    ids, mask = padded("left")
-    mask[:, 4] = mask[2, 7] = 0
-    ours, theirs = (model(ids, attention_mask=mask, use_cache=False).logits for model in both())
-
-    assert largest(ours[mask.bool()], theirs[mask.bool()]) <= 1e-10
-
-
 def test_positions_that_jump_where_no_padding_is_begin_a_part_of_a_document() -> None:
     """Rows of a placed batch, say, whose plan was lost."""
     ids, mask = padded("right")

@@ -202,15 +202,6 @@ def test_further_columns_of_tokens_are_not_shared(name: str, value: torch.Tensor
     plugin.close()
 
 
-def test_nothing_is_shared_if_the_setting_is_0() -> None:
-    plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=0)
-    model = distca_hf.enable(tiny_model(), plugin).train()
-    ids = torch.arange(60)[None].expand(2, -1)
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert watch_of(model).planner is None
-    plugin.close()
-
-
 def test_one_rank_reads_ahead_and_plans_ahead_once_prefixes_were_shared() -> None:
     plugin = distca_hf.DistCAPlugin(shared_prefix_tokens=20)
     model = distca_hf.enable(tiny_model(), plugin).train()

@@ -33,14 +33,6 @@ def test_rows_are_written_to_their_places(shape: tuple[int, ...]) -> None:
     assert (target == target.flatten(1)[:, 0].view(6, *[1] * len(shape))).all()
 
 
-def test_rows_of_two_tensors_are_gathered_side_by_side() -> None:
-    k, v, rows = torch.arange(12.0).view(6, 2), -torch.arange(6.0).view(6, 1), torch.tensor([5, 0, 2])
-    beside = torch.full((3, 4), 7.0)
-    copy_rows((k, v), rows, (beside[:, :2], beside[:, 2:3]), None)
-
-    assert beside.tolist() == [[10, 11, -5, 7], [0, 1, 0, 7], [4, 5, -2, 7]]
-
-
 def test_steps_are_prepared_for_all_tensors_that_are_alike() -> None:
     like, rows = (torch.zeros(6, 2), torch.zeros(6, 1)), torch.tensor([5, 0, 2])
     copy = prepare_copy(like, rows, (torch.zeros(3, 3),), None)

@@ -65,30 +65,6 @@ def test_rows_are_read_where_they_lie_and_a_call_that_writes_all_makes_room_itse
     assert not out[5:].any()
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["in place", "queries move"])
-@pytest.mark.parametrize("seed", range(8))
-def test_later_layers_have_the_bits_of_the_first_one(seed: int, moves: bool) -> None:
-    """What was prepared for other numbers serves these."""
-    rng = random.Random(seed)
-    layout = random_layout(rng, 2)
-    plan = random_plan(rng, layout, KV_HEADS) if moves else plan_in_place(layout)
-
-    def run(transport: Transport) -> None:
-        def live() -> LivePlan:
-            return live_plan(layout, transport, DistCAConfig(kernel="reference"), plan=plan, num_chunks=2)
-
-        of_all_layers = live()
-        generator = torch.Generator().manual_seed(transport.rank)
-        for _ in range(3):
-            held = [x.normal_(generator=generator) for x in tensors(int(layout.rank_rows[transport.rank]))]
-            for got, expected in zip(
-                attend(*held, SPEC, of_all_layers)[:2], attend(*held, SPEC, live())[:2], strict=True
-            ):
-                assert torch.equal(got, expected)
-
-    run_ranks(2, run)
-
-
 def lying_apart(x: torch.Tensor) -> torch.Tensor:
     """The same numbers with other strides."""
     return x.contiguous() if x.ndim < 2 else x.transpose(0, 1).contiguous().transpose(0, 1)

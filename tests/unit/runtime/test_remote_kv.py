@@ -2,13 +2,11 @@
 
 import weakref
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
 
-from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport, Transport
-from distca_hf.config import DistCAConfig
+from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
@@ -16,11 +14,10 @@ from distca_hf.planning.routing import Routing, route
 from distca_hf.planning.transfers import ExchangeChunks
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
 from distca_hf.runtime.kernel_calls import keys_of
-from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.remote_kv import KVDispatch, PreparedKV, RemoteKV, RemoteKVGradients, side_by_side
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
-from support.parity import SPEC, Case, compare, live_plan
+from support.parity import Case, compare
 
 
 KV_HEADS, DIM, VALUE_DIM = 2, 8, 4
@@ -126,22 +123,3 @@ def test_attention_is_exact_where_calls_read_the_same_keys(layout: Layout, seed:
     for difference in run_ranks(2, lambda transport: compare(case, transport)):
         assert difference.largest <= 1e-12
         assert difference.as_planned
-
-
-def test_gradients_do_not_depend_on_how_tensors_lie() -> None:
-    """`[T, N, H]` tensors that are `[N, T, H]` in memory, as a projection of all heads may leave them."""
-
-    def run(transport: Transport, strided: bool) -> list[torch.Tensor]:
-        live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
-        generator = torch.Generator().manual_seed(transport.rank)
-        rows = int(SHARED.rank_rows[transport.rank])
-        held = [torch.randn(rows, heads, DIM, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
-        if strided:
-            held = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in held]
-        out, *_ = flash_attn(*(x.requires_grad_() for x in held), SPEC, live.handle)
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), held)]
-
-    whole, apart_in_memory = (run_ranks(2, partial(run, strided=strided)) for strided in (False, True))
-    for rank in range(2):
-        for expected, got in zip(whole[rank], apart_in_memory[rank], strict=True):
-            assert (expected - got).abs().max() <= 1e-12

@@ -9,6 +9,7 @@ from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.layout import Layout
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.op import flash_attn
+from distca_hf.testing import attend_documents
 from support.parity import live_plan
 
 
@@ -25,20 +26,10 @@ def tensors(layout: Layout) -> list[torch.Tensor]:
 
 
 def expected(layout: Layout, softcap: float = SPEC.softcap) -> list[torch.Tensor]:
-    """Output, and gradients of queries, keys, values and sinks, from a softmax with one more column."""
+    """Output, and gradients of queries, keys, values and sinks."""
     *inputs, dout = tensors(layout)
     q, k, v, sinks = (x.requires_grad_() for x in inputs)
-    outputs, start = [], 0
-    for tokens in layout.document_tokens.tolist():
-        rows, start = slice(start, start + tokens), start + tokens
-        keys, values = (x[rows].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        scores = torch.einsum("tnh,snh->nts", q[rows], keys) * SPEC.scale
-        scores = softcap * (scores / softcap).tanh() if softcap else scores
-        scores = scores.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), float("-inf"))
-        column = sinks[:, None, None].expand(-1, tokens, 1)
-        shares = torch.cat([scores, column], dim=2).softmax(-1)[:, :, :-1]
-        outputs.append(torch.einsum("nts,snv->tnv", shares, values))
-    out = torch.cat(outputs)
+    out = attend_documents(q, k, v, layout.document_tokens.tolist(), SPEC.scale, softcap=softcap, sinks_N=sinks)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), dout)]
 
 

@@ -164,6 +164,7 @@ def test_a_topology_of_other_ranks_is_refused() -> None:
 
 
 def test_the_fingerprint_of_a_plan_without_servers_is_the_one_it_always_was() -> None:
+    """In every process, whatever the seed of its hashes."""
     layout = Layout.from_segments([8, 3, 1], [[(1, 0, 3), (0, 0, 2)], [(2, 0, 1), (0, 2, 8)]], [6, 7])
 
     assert plan_in_place(layout).fingerprint == 4258263881478547765

@@ -367,13 +367,6 @@ def test_inputs_that_the_model_takes_for_every_token_are_placed(made: bool, make
     assert ours[0] != pytest.approx(loss(False, dataset.remove_columns("token_type_ids"))[0], abs=1e-3)
 
 
-def test_numbers_that_a_loss_may_need_are_refused_if_nothing_removes_them(make: Callable[..., Trainer]) -> None:
-    dataset = documents_that_end().add_column("weight", [0.5] * 12)
-    with pytest.raises(PackingError, match="column 'weight' holds numbers that a loss may need"):
-        attach(make(dataset, remove_unused_columns=False))
-    attach(make(dataset))
-
-
 class OfAKnownOne(DataCollatorForLanguageModeling):
     """Makes something of labels that nobody knows."""
 

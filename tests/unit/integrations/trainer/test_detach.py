@@ -142,16 +142,6 @@ def test_adapters_around_the_model_stay(make: Callable[..., Trainer]) -> None:
     assert watch_of(model.get_base_model()) is None
 
 
-def test_attaching_once_more_trains_placed_batches(make: Callable[..., Trainer]) -> None:
-    trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)
-    for _ in range(2):
-        plugin.attach(trainer)
-        trainer.train()
-        plugin.detach(trainer)
-
-    assert any("distca/imbalance" in log for log in trainer.state.log_history)
-
-
 # --- refused
 
 
@@ -222,15 +212,3 @@ def test_attention_that_was_set_after_attach_stays(make: Callable[..., Trainer])
     plugin.detach(trainer)
 
     assert trainer.model.config._attn_implementation == "eager"
-
-
-def test_placed_batches_no_longer_run(make: Callable[..., Trainer]) -> None:
-    """As in a distca model that was never enabled."""
-    trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)
-    plugin.attach(trainer)
-    batch = next(iter(trainer.get_train_dataloader()))
-    plugin.detach(trainer)
-
-    assert trainer.model.config._attn_implementation == "distca"
-    with pytest.raises(distca_hf.PlanError, match="model that was not enabled"):
-        trainer.model(**batch)

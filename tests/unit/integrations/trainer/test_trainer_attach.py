@@ -21,7 +21,6 @@ from transformers import (
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -484,28 +483,6 @@ def test_micro_batches_are_those_of_the_loader_epoch_after_epoch(make: Callable[
     expected = [batch["input_ids"] for _ in range(3) for batch in loader]
 
     assert all(torch.equal(kwargs["input_ids"], ids) for kwargs, ids in zip(seen, expected, strict=True))
-
-
-def test_progress_bar_counts_the_optimizer_steps(make: Callable[..., Trainer]) -> None:
-    totals = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            (progress,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback))
-            totals.append(progress.training_bar.total)
-
-    trainer = make(
-        max_steps=-1,
-        num_train_epochs=2,
-        gradient_accumulation_steps=2,
-        disable_tqdm=False,
-        given={"callbacks": [Look()]},
-    )
-    loader = attach(trainer)
-    trainer.train()
-
-    assert totals == [2 * -(-len(loader) // 2)] * len(totals)
-    assert len(totals) == totals[0]
 
 
 def uneven_labels() -> Dataset:
