@@ -103,8 +103,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def _tell_of_no_trainer() -> None:
     """Logs a line if the program has ended and none of its Trainers has trained."""
-    module = sys.modules.get("distca_hf.integrations.trainer.attach")
-    if module is None or not getattr(module.Trainer.train, module.INSTALLED, ()):
+    patch = sys.modules.get("distca_hf.patches.every_trainer")  # None if nothing imported Trainer
+    if patch is None or not patch.trained_classes():
         log.info(
             "%s: no Trainer has trained, so nothing was attached; your own loop calls distca_hf.enable(model, plugin)",
             ATTACH_OPTION,

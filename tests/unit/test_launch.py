@@ -238,7 +238,7 @@ def test_a_module_runs_as_if_python_ran_it(attaches: bool, write: Write, tmp_pat
     (package / "program.py").write_text(
         "import sys\n"
         "print(sys.argv, __name__, __package__, sys.modules['__main__'].__file__ == __file__, sys.path[0])\n"
-        + ("import transformers; print(hasattr(transformers.Trainer.train, '_distca_attaches'))\n" * attaches)
+        + ("import transformers; print(hasattr(transformers.Trainer.train, '_distca_trained'))\n" * attaches)
     )
     recipe = write(script={"steps": 5})
     flag = ["--attach"] * attaches

@@ -1,16 +1,16 @@
 """Attach and detach: an unmodified Trainer trains with balanced ranks, on its own batches or on placed ones. This
 replaces methods of the instance, and leaves the class as it is.
 
-Every Trainer of a process can also be attached while it trains, without a change to the program:
-`patches/every_trainer.py` wraps Trainer's methods in functions from here, for `python -m distca_hf.run --attach` and
-for DISTCA_ATTACH=1. Settings come from the recipe or from DISTCA_<FIELD>. The program keeps its batches, unless
+Every Trainer of a process can also be attached while it trains, without a change to the program: for
+`python -m distca_hf.run --attach` and DISTCA_ATTACH=1, `patches/every_trainer.py` wraps Trainer's methods, which then
+call functions from here. Settings come from the recipe or from DISTCA_<FIELD>. The program keeps its batches, unless
 `tokens_per_rank` is set. A Trainer stays as it is if the program has attached it, if it has a `DistCACallback`, or if
 its model was enabled.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -56,8 +56,6 @@ OF_A_DATALOADER = (
     "dataloader_persistent_workers",
     "dataloader_drop_last",
 )
-# Attribute of the wrapped method: names of classes whose `train` was called.
-INSTALLED = "_distca_attaches"
 
 
 def attach(trainer: Trainer, context: ParallelContext) -> None:
@@ -307,44 +305,32 @@ def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: D
         vars(attachment.trainer).pop("_eval_dataloaders", None)  # their workers would not outlive a signal
 
 
-def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -> Callable[..., Any]:
-    """Wraps `Trainer.train` in an attachment, and returns it."""
-
-    trained = set[str]()
-
-    @wraps(train)
-    def attach_and_train(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        trained.add(type(trainer).__name__)
-        callbacks = trainer.callback_handler.callbacks
-        if (  # the program balances this Trainer itself
-            any(isinstance(callback, DistCACallback) for callback in callbacks)
-            or Attachment.of(trainer) is not None
-            or watch_of(trainer.model) is not None
-        ):
-            return train(trainer, *args, **kwargs)
-        if _replaces(type(trainer), "_inner_training_loop"):
-            _refuse(trainer, "_inner_training_loop")
-        plugin = make()
-        with _attached(trainer, train, plugin):
-            output = trainer.train(*args, **kwargs)
-        if Attachment.of(trainer) is None:
-            plugin.close()  # programs may train many times, and each plugin opens process groups
-        return output
-
-    setattr(attach_and_train, INSTALLED, trained)
-    return attach_and_train
+def train_attached(
+    trainer: Trainer, train: Callable[..., Any], make: Callable[[], ParallelContext], *args: object, **kwargs: object
+) -> object:
+    """Calls `train`, Trainer's own method, while the Trainer is attached to a new plugin. A Trainer that the program
+    balances itself trains as it is."""
+    callbacks = trainer.callback_handler.callbacks
+    if (
+        any(isinstance(callback, DistCACallback) for callback in callbacks)
+        or Attachment.of(trainer) is not None
+        or watch_of(trainer.model) is not None
+    ):
+        return train(trainer, *args, **kwargs)
+    if _replaces(type(trainer), "_inner_training_loop"):
+        _refuse(trainer, "_inner_training_loop")
+    plugin = make()
+    with _attached(trainer, train, plugin):
+        output = trainer.train(*args, **kwargs)
+    if Attachment.of(trainer) is None:
+        plugin.close()  # programs may train many times, and each plugin opens process groups
+    return output
 
 
-def checking(init: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `Trainer.__init__`, and returns it: a class whose `train` never calls Trainer's will refuse to train."""
-
-    @wraps(init)
-    def init_and_check(trainer: Trainer, *args: object, **kwargs: object) -> None:
-        init(trainer, *args, **kwargs)
-        if _replaces(type(trainer), "train"):
-            trainer.train = partial(_refuse, trainer, "train")
-
-    return init_and_check
+def check_own_train(trainer: Trainer) -> None:
+    """Lets a Trainer whose class has a `train` that never calls Trainer's refuse to train."""
+    if _replaces(type(trainer), "train"):
+        trainer.train = partial(_refuse, trainer, "train")
 
 
 def _replaces(kind: type[Trainer], method: str) -> bool:

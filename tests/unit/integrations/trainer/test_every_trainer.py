@@ -10,8 +10,8 @@ from transformers import Trainer, TrainerCallback
 import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.trainer.attach import INSTALLED
 from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.patches.every_trainer import TRAINED, trained_classes
 from distca_hf.patches.every_trainer import every_trainer as patch
 from support.commands import REPOSITORY
 from support.data import random_dataset
@@ -31,7 +31,7 @@ def installed() -> Iterator[None]:
         patch.apply()
     yield
     patch.revert()
-    assert not hasattr(Trainer.train, INSTALLED)
+    assert not hasattr(Trainer.train, TRAINED)
 
 
 class Seen(TrainerCallback):
@@ -77,7 +77,7 @@ def test_a_trainer_is_attached_while_it_trains(seen: Any) -> None:
     trainer.args.max_steps = 4
     trainer.train()
     assert watch.steps == ATTACHED * 3, "the second training begins anew"
-    assert getattr(Trainer.train, INSTALLED) == {"Trainer"}
+    assert trained_classes() == {"Trainer"}
 
 
 def test_losses_are_those_of_attach(seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ PROGRAM = """
 import sys
 {first}
 from transformers import Trainer
-print(hasattr(Trainer.train, "_distca_attaches"), "distca_hf" in sys.modules)
+print(hasattr(Trainer.train, "_distca_trained"), "distca_hf" in sys.modules)
 """
 # Does what distca_startup.pth does when a process starts.
 STARTED = """
@@ -234,6 +234,8 @@ if value := {value!r}:
 def test_variable_acts_in_every_process_of_a_trainer() -> None:
     cases = [
         ("1", "", "True True"),
+        ("1", "from distca_hf import DistCACallback", "True True"),  # imports Trainer while it is imported itself
+        ("1", "import distca_hf.integrations.trainer.attach", "True True"),
         ("0", "import distca_hf", "False True"),
         ("", f"import runpy; runpy.run_path({str(REPOSITORY / 'examples/ms_swift_plugin.py')!r})", "True True"),
         ("yes", "", "environment variable DISTCA_ATTACH='yes' is neither 1 nor 0"),
