@@ -1,5 +1,6 @@
 """`distca check` beside the sweep: of classes that the page of models lists, the command says what training showed."""
 
+import importlib
 import re
 from types import ModuleType
 
@@ -25,7 +26,9 @@ ROW = re.compile(r"^\| (works|refused|not built) \| .* \| (.*) \|$", re.MULTILIN
 
 def outcomes_of_page(sweep: ModuleType, kind: object) -> dict[str, str]:
     """Outcomes of a section, by model type; the section has to be of the Transformers that is installed."""
-    section = sweep.PAGE.read_text().split(kind.introduction.partition("\n")[0])[1].split("\n## ")[0]
+    introductions = importlib.import_module("page_sections").INTRODUCTIONS
+    heading = introductions[kind.name].partition("\n")[0]
+    section = sweep.PAGE.read_text().split(heading)[1].split("\n## ")[0]
     if f"Transformers {transformers.__version__}," not in section[:300]:
         pytest.skip(f"the page was made with another Transformers than {transformers.__version__}")
     return {model_type: row[1] for row in ROW.finditer(section) for model_type in row[2].split(", ")}
