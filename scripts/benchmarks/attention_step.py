@@ -47,9 +47,10 @@ from lib.model import read_config
 from lib.modes import MODES, OF_PACKAGE
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
 from lib.parser import count, counts, magi_settings, profile_name, whole, write_figures
-from lib.place import Place, Runner
+from lib.place import Place
 from lib.planning import predicted
 from lib.report import COLUMNS, facts_of, figures_of, load_of
+from lib.rounds import Runner
 from lib.tables import table_of
 
 

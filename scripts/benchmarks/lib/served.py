@@ -14,7 +14,8 @@ from distca_hf.parallel_context import Annex
 from distca_hf.servers.served_transport import ServedTransport
 from lib.documents import Documents
 from lib.modes import build_mode
-from lib.place import Mode, Place, Runner
+from lib.place import Mode, Place
+from lib.rounds import Runner
 from lib.wires import WiredPlugin, Wires
 
 

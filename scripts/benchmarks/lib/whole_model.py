@@ -18,8 +18,9 @@ from lib.documents import attended_pairs, whole_documents
 from lib.model import PROBE_TOKENS, LossModel, use_liger_loss, without_attention
 from lib.modes import build_mode
 from lib.parser import write_figures
-from lib.place import Mode, Place, Runner
+from lib.place import Mode, Place
 from lib.report import Measured, equal_losses, facts_of
+from lib.rounds import Runner
 from lib.tables import Columns, Figures, table_of
 from lib.trainer_batches import Batch
 
