@@ -60,7 +60,7 @@ def test_trainers_that_do_not_attend_are_as_slow_as_the_page_says() -> None:
     seconds = causal_pairs(0, 131072) * (FORWARD + BACKWARD)
     share = seconds / (seconds + 131072 * ELSE)
 
-    assert f"{1 / (1 - share + share / (1 / 3)):.2f} of the three without a server" in PAGE
+    assert f"{1 / (1 - share + share / (1 / 3)):.2f} of the speed of the three without a server" in PAGE
 
 
 @pytest.mark.parametrize("row", rows_under("*L*"), ids=lambda row: str(row[0]))
