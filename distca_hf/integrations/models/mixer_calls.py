@@ -31,8 +31,8 @@ from distca_hf.integrations.finding import lengths_and_rows, stated_lengths
 from distca_hf.integrations.models.carried_mixers import CalledFunctions, carried_forward
 from distca_hf.integrations.models.mixers import LOWEST_STATES, halo_tokens_for, mixers_of
 from distca_hf.integrations.models.structure import source_of
+from distca_hf.runtime.buckets import Buckets
 from distca_hf.runtime.carried_states import CarriedRows
-from distca_hf.runtime.device_fragments import Buckets
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import hidden_from_dynamo

@@ -40,7 +40,7 @@ from distca_hf.integrations.models.image_features import (
     towers_of,
 )
 from distca_hf.integrations.models.structure import backbone_of, names_by_position
-from distca_hf.runtime.device_fragments import to_device
+from distca_hf.runtime.buckets import to_device
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import among_trainers
 from distca_hf.telemetry import get_logger
