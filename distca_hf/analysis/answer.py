@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import Checkpointing, Sharding
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, StepReport
 from distca_hf.analysis.fit import Room, advice
 from distca_hf.analysis.memory import Memory
@@ -19,6 +18,7 @@ from distca_hf.analysis.simulate.costs import Costs, Tiles
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.training_setup import Checkpointing, Sharding
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PackingError
 from distca_hf.planning.plan import Plan

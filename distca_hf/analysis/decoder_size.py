@@ -1,5 +1,5 @@
-"""Decoder size: what decides the memory of a rank: how a model is trained, numbers of its layers, the bytes of a token
-in one of them, and sizes of the states that mixers exchange for cut documents.
+"""Decoder size: numbers of a model's layers that decide memory, the bytes of a token in one of them, and sizes of the
+states that mixers exchange for cut documents.
 
 `analysis.memory` explains the formulas.
 """
@@ -8,12 +8,12 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distca_hf.analysis.training_setup import TrainingSetup
 from distca_hf.cost import Heads, heads_of_tiles
-from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.planning.folds import MOST_HEADS, Fold, cheaper
 from distca_hf.planning.fragments import Fragments
@@ -32,54 +32,6 @@ NORM_BYTES, LIGER_NORM_BYTES = 8, 4
 MLP_BYTES, LIGER_MLP_BYTES = 6 * HALF_BYTES, 4 * HALF_BYTES
 # Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
 MLP_MATRICES = 3
-# "fsdp2_synced": FSDP2 with `sync_each_batch` of Accelerate's GradientAccumulationPlugin.
-Sharding = Literal["fsdp2", "fsdp2_synced", "zero3"]
-Checkpointing = Literal["saved", "offloaded", "recomputed", "none"]
-GIB = 2**30
-ADAM_BYTES = 8  # of AdamW's state per weight: two fp32 numbers
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """How a model is trained.
-
-    Attributes:
-        num_ranks: ranks that share weights, gradients and the optimizer's state.
-        checkpointing: layers keep their input and attention's output ("saved"), the same on the host ("offloaded"),
-            their input ("recomputed"), or all ("none").
-        liger: Liger's kernels and its fused loss, which holds no logits.
-        optimizer_bytes: bytes of the optimizer's state per weight.
-        kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
-        tensor_ranks: number of these ranks that divide every layer, and hold the same tokens.
-        micro_steps: micro-steps of an optimizer step, as Trainer accumulates them.
-        mlp_tokens, attention_kv_heads: tokens on which MLPs, and KV heads on which attention runs at a time; 0: all.
-        state_on_host: whether weights, gradients and the optimizer's state are on the host; only with FSDP2.
-    """
-
-    num_ranks: int
-    sharding: Sharding = "fsdp2"
-    checkpointing: Checkpointing = "saved"
-    liger: bool = False
-    optimizer_bytes: int = ADAM_BYTES
-    kv_budget_bytes: float = 4 * GIB
-    tensor_ranks: int = 1
-    micro_steps: int = 1
-    mlp_tokens: int = 0
-    attention_kv_heads: int = 0
-    state_on_host: bool = False
-
-    def __post_init__(self) -> None:
-        if self.state_on_host and self.sharding == "zero3":
-            raise ConfigError("memory of ZeRO-3 with weights and optimizer on the host is not estimated; take FSDP2")
-
-    @property
-    def saves_attention(self) -> bool:
-        """Whether attention's outputs wait for backward, on the GPU or on the host."""
-        return self.checkpointing in ("saved", "offloaded")
-
-    def mlp_share(self, rank_tokens: int) -> float:
-        """Returns the share of a rank's tokens on which MLPs run at a time."""
-        return min(1.0, self.mlp_tokens / max(1, rank_tokens)) if self.mlp_tokens else 1.0
 
 
 @dataclass(frozen=True)

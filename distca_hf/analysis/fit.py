@@ -7,9 +7,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import GIB, Checkpointing, DecoderSize, Sharding, StateSize, TrainingSetup
+from distca_hf.analysis.decoder_size import DecoderSize, StateSize
 from distca_hf.analysis.memory import USABLE_SHARE, Memory, estimate_memory, shardings
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_choices, check_ranges, check_tiles_and_host
+from distca_hf.analysis.training_setup import GIB, Checkpointing, Sharding, TrainingSetup
 from distca_hf.arrays import ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig

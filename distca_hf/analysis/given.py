@@ -14,7 +14,6 @@ from rich.console import Console, RenderableType
 
 from distca_hf.analysis import tables
 from distca_hf.analysis.answer import steps_worth_it
-from distca_hf.analysis.decoder_size import GIB
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import RankLoad, advice
@@ -29,6 +28,7 @@ from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.tables import counted
+from distca_hf.analysis.training_setup import GIB
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.cost import imbalance

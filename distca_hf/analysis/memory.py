@@ -50,9 +50,8 @@ from distca_hf.analysis.decoder_size import (
     SINGLE_BYTES,
     DecoderSize,
     LayerSize,
-    Sharding,
-    TrainingSetup,
 )
+from distca_hf.analysis.training_setup import Sharding, TrainingSetup
 
 
 SHARDING_NAMES: dict[str, str] = {"fsdp2": "FSDP2", "fsdp2_synced": "FSDP2 synced", "zero3": "ZeRO-3"}

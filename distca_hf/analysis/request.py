@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import Checkpointing
 from distca_hf.analysis.models import ModelShape, SimulatedModel
 from distca_hf.analysis.options import PlanOptions, SimulateOptions
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, ClusterProfile, gpu_gib_of
+from distca_hf.analysis.training_setup import Checkpointing
 from distca_hf.arrays import IntArray, ceil_div, offsets
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy

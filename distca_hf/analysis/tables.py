@@ -13,10 +13,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from distca_hf.analysis.decoder_size import GIB, Sharding
 from distca_hf.analysis.fit import Room
 from distca_hf.analysis.memory import SHARDING_NAMES, Memory, gradient_bytes
 from distca_hf.analysis.simulate.result import Result
+from distca_hf.analysis.training_setup import GIB, Sharding
 from distca_hf.arrays import IntArray
 from distca_hf.errors import printable
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import GIB, Checkpointing, TrainingSetup
 from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import PRESETS, ModelSize
+from distca_hf.analysis.training_setup import GIB, Checkpointing, TrainingSetup
 from distca_hf.arrays import ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig

@@ -10,9 +10,9 @@ import numpy as np
 import yaml
 
 from distca_hf import errors
-from distca_hf.analysis.decoder_size import TrainingSetup
 from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import preset
+from distca_hf.analysis.training_setup import TrainingSetup
 from distca_hf.batches import meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig

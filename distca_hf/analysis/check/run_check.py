@@ -22,12 +22,13 @@ from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
-from distca_hf.analysis.decoder_size import Checkpointing, DecoderSize, Sharding, TrainingSetup, state_size_of
+from distca_hf.analysis.decoder_size import DecoderSize, state_size_of
 from distca_hf.analysis.fit import MOST_TOKENS, Job, RankLoad, advice, job_load, largest_tokens
 from distca_hf.analysis.memory import USABLE_SHARE, Memory
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.tables import counted
+from distca_hf.analysis.training_setup import Checkpointing, Sharding, TrainingSetup
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges

@@ -6,7 +6,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distca_hf.analysis.decoder_size import GIB
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import gradient_bytes
@@ -18,6 +17,7 @@ from distca_hf.analysis.request import assumed, pipeline_of
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.tables import PlanProgress, Terminal, counted, of_lengths, plain_table, print_json
+from distca_hf.analysis.training_setup import GIB
 from distca_hf.errors import ConfigError
 
 

@@ -7,12 +7,12 @@ from math import prod
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import GIB, Checkpointing, Sharding, TrainingSetup
 from distca_hf.analysis.fit import RankLoad, Room
 from distca_hf.analysis.groups import UNSHARED, Groups
 from distca_hf.analysis.memory import USABLE_SHARE
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, Assumptions, check_ranges
+from distca_hf.analysis.training_setup import GIB, Checkpointing, Sharding, TrainingSetup
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import GivenPlans, PlacedPlanner, StepShape
 from distca_hf.config import DistCAConfig

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import Sharding
 from distca_hf.analysis.groups import Groups
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
@@ -15,6 +14,7 @@ from distca_hf.analysis.simulate.load import Step, Way
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.simulation import Simulated, Simulation, Track, WayStep, run_steps
 from distca_hf.analysis.simulate.step import StageMemory
+from distca_hf.analysis.training_setup import Sharding
 from distca_hf.arrays import IntArray
 from distca_hf.flops import peak_flops
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import HALF_BYTES, SINGLE_BYTES, DecoderSize, Sharding, TrainingSetup
+from distca_hf.analysis.decoder_size import HALF_BYTES, SINGLE_BYTES, DecoderSize
 from distca_hf.analysis.memory import estimate_memory, gradient_bytes
 from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import Costs, LayerSeconds
 from distca_hf.analysis.simulate.load import Attention, Load
 from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.training_setup import Sharding, TrainingSetup
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.pipelines.schedules import Schedule, held_micro_batches
 

@@ -9,9 +9,9 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
-from distca_hf.analysis.decoder_size import TrainingSetup
 from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import preset
+from distca_hf.analysis.training_setup import TrainingSetup
 from distca_hf.cli import app
 from distca_hf.flops import H100_GIB
 from support.commands import REPOSITORY

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from distca_hf.analysis.decoder_size import GIB, DecoderSize, LayerSize, TrainingSetup
+from distca_hf.analysis.decoder_size import DecoderSize, LayerSize
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.fit import CHANGES, RankLoad, Room, advice
 from distca_hf.analysis.memory import PIECE_BYTES, Memory, estimate_memory, pinned_bytes
 from distca_hf.analysis.models import preset
+from distca_hf.analysis.training_setup import GIB, TrainingSetup
 from distca_hf.cli import app
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from distca_hf.analysis.decoder_size import DecoderSize, LayerSize, TrainingSetup
+from distca_hf.analysis.decoder_size import DecoderSize, LayerSize
 from distca_hf.analysis.fit import RankLoad, Room, largest_tokens
 from distca_hf.analysis.memory import Memory, estimate_memory
 from distca_hf.analysis.models import ModelShape, ModelSize, preset
+from distca_hf.analysis.training_setup import TrainingSetup
 from distca_hf.cost import Heads
 from support.commands import REPOSITORY
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from distca_hf.analysis import answer as estimates
-from distca_hf.analysis.decoder_size import GIB
 from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.training_setup import GIB
 from distca_hf.cli import app
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distca_hf.analysis.decoder_size import TrainingSetup
 from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.memory import estimate_memory
 from distca_hf.analysis.models import SimulatedModel, preset
@@ -19,6 +18,7 @@ from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.simulate.step import GATHERED_BYTES, StagedTraining, StageMemory
 from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.training_setup import TrainingSetup
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.pipelines.pipeline import Pipeline

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.check.run_check import Job, check
-from distca_hf.analysis.decoder_size import StateSize, TrainingSetup, state_size_of
+from distca_hf.analysis.decoder_size import StateSize, state_size_of
 from distca_hf.analysis.epoch import PlannedMicroBatch, figures_of
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.models import SimulatedModel, preset
@@ -23,6 +23,7 @@ from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import ours
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.training_setup import TrainingSetup
 from distca_hf.cli import app
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.flops import find_gpu
