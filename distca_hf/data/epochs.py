@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 
 from distca_hf.arrays import BoolArray, IntArray, ceil_div
-from distca_hf.errors import PackingError
+from distca_hf.errors import ConfigError, PackingError
 
 
 # Number of documents to search for some that fill the gap before one that does not fit. Keeps padding below 0.2 %, and
@@ -149,7 +149,7 @@ class EpochPacker:
     def rest(self, number: int, taken: Sequence[tuple[int, int]]) -> Epoch:
         """Returns the rest of epoch `number`, after parts of it were taken in micro-batches of other sizes. `taken`
         has (capacity_tokens, micro-batches taken) of each part, in order. Raises PackingError if a document is longer
-        than one of these micro-batches, or there were fewer of them."""
+        than one of these micro-batches, and ConfigError if there were fewer of them."""
         packed: Epoch | None = None
         for capacity_tokens, micro_batches in taken:
             if packed is None:
@@ -157,7 +157,7 @@ class EpochPacker:
             else:
                 packed = self._packed_again(packed, capacity_tokens)
             if micro_batches > packed.num_micro_batches:
-                raise PackingError(
+                raise ConfigError(
                     f"{micro_batches} micro-batches of {capacity_tokens} tokens were taken (taken, micro_batch), and "
                     f"epoch {number} had {packed.num_micro_batches} of them"
                 )

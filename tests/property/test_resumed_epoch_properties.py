@@ -129,4 +129,4 @@ def test_share_of_an_epoch_is_trained_and_not_much_more(
     uneven = (LONGEST + 1) / lengths.sum() * len(run.epochs)
 
     assert trained >= epochs - uneven
-    assert trained <= epochs + 2 * largest_step
+    assert trained <= epochs + 2 * largest_step + uneven

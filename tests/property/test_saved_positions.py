@@ -144,6 +144,13 @@ def test_mutated_positions_are_refused_by_name_or_mean_the_same(data: st.DataObj
     assert found == documents or any(name in words for name in names), words
 
 
+def test_more_micro_batches_than_an_epoch_had_are_refused_also_in_other_sizes() -> None:
+    state = taken_of(loader_of(192), 5) | {"micro_batch": 1000, "steps_from": 1000}
+    for tokens in (192, 160):
+        with pytest.raises(ConfigError, match="micro_batch.*and epoch 0 ha[sd] "):
+            loader_of(tokens).load_state_dict(state)
+
+
 @pytest.mark.parametrize("was_whole", [True, False])
 def test_whole_and_cut_documents_have_other_positions(was_whole: bool) -> None:
     """The same documents in other micro-batches: some would never come."""

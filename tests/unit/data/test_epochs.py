@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distca_hf.data.epochs import Epoch, EpochPacker
-from distca_hf.errors import PackingError
+from distca_hf.errors import ConfigError, PackingError
 
 
 def lengths_of(values: Any) -> np.ndarray:
@@ -141,5 +141,5 @@ def test_steps_before_a_resume_are_counted_in_steps_of_the_present_size() -> Non
     resumed = packer.resumed(0, [(200, 2)], micro_batch=2, accumulation_steps=2)
 
     assert (packer.num_micro_batches, resumed.steps_done, resumed.micro_batches_left) == (8, 3, 2)
-    with pytest.raises(PackingError, match=r"5 micro-batches of 200 tokens were taken .* epoch 0 had 4 of them"):
+    with pytest.raises(ConfigError, match=r"5 micro-batches of 200 tokens were taken .* epoch 0 had 4 of them"):
         packer.rest(0, [(200, 5)])
