@@ -147,7 +147,7 @@ def test_mutated_positions_are_refused_by_name_or_mean_the_same(data: st.DataObj
 def test_more_micro_batches_than_an_epoch_had_are_refused_also_in_other_sizes() -> None:
     state = taken_of(loader_of(192), 5) | {"micro_batch": 1000, "steps_from": 1000}
     for tokens in (192, 160):
-        with pytest.raises(ConfigError, match="micro_batch.*and epoch 0 ha[sd] "):
+        with pytest.raises(ConfigError, match=r"micro_batch.*and epoch 0 ha[sd] "):
             loader_of(tokens).load_state_dict(state)
 
 
