@@ -170,6 +170,11 @@ def _structure(root: nn.Module, given_batches: bool) -> Iterator[str]:
         yield "it would ignore attn_implementation: none of its layers looks attention up by name"
     elif not decoder._supports_flash_attn and not makes_masks(model, "chunked"):  # these are divided as documents are
         yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
+    if forward_names(model, "start_positions", "end_positions"):
+        yield (
+            "its loss (start_positions, end_positions) chooses among all tokens of a row, padding included, and "
+            "hidden states of padding are not computed"
+        )
     # PEFT methods that add their own tokens, which no plan has, or that count tokens in rows.
     method: Any = getattr(root, "active_peft_config", None)
     if getattr(method, "alora_invocation_tokens", None):

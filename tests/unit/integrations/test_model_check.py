@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BartConfig,
@@ -269,8 +270,9 @@ def test_refused_model_is_told_what_is_in_the_way(name: str) -> None:
         ),
         (LlamaConfig(**GROUPED), AutoModelForSequenceClassification, ["its loss ignores shift_labels"]),
         (LlamaConfig(**GROUPED), AutoModel, ["its loss ignores shift_labels"]),
+        (LlamaConfig(**GROUPED), AutoModelForQuestionAnswering, ["padding included"]),
     ],
-    ids=["T5", "Bart", "classification head", "no head"],
+    ids=["T5", "Bart", "classification head", "no head", "question answering head"],
 )
 def test_model_that_is_no_causal_language_model_is_refused(
     config: PreTrainedConfig, auto: Any, told: list[str]
@@ -279,6 +281,13 @@ def test_model_that_is_no_causal_language_model_is_refused(
     told = told or ["encoder-decoder", "its loss ignores shift_labels"]
 
     assert [part for part in told if part not in message] == [], message
+
+
+def test_loss_that_reads_padding_is_refused_for_own_batches_too() -> None:
+    """A head for question answering has a softmax over all tokens of a padded row."""
+    model = build(LlamaConfig(**GROUPED), auto=AutoModelForQuestionAnswering)
+    with pytest.raises(UnsupportedAttentionError, match=r"start_positions, end_positions.*padding included"):
+        check_model(model, LONGEST_TOKENS, given_batches=True)
 
 
 def test_all_reasons_are_told_at_once() -> None:
