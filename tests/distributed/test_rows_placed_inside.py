@@ -1,5 +1,6 @@
 """Rows placed inside the model: every rank's own batch gives the gradients of data parallelism without distca."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -39,6 +40,7 @@ from support.given_batches import (
     with_images,
     worst_of,
 )
+from support.log_lines import KeptLines
 from support.models import VOCABULARY, tiny_config
 from support.multimodal import multimodal_model
 from support.ranks import run_ranks
@@ -329,3 +331,28 @@ def test_passes_with_a_plan_do_not_ask_the_device_for_documents(tmp_path: Path) 
     kinds = ["llama", "mistral", "qwen3"]
     for sought in run_ranks(2, _documents_sought, tmp_path, kinds):
         assert sought == dict.fromkeys(kinds, (0, 1))
+
+
+def _lines_with_hooks() -> list[str]:
+    """Warnings in steps without a hook of the program, and with one inside the decoder."""
+    logging.getLogger("distca_hf").addHandler(kept := KeptLines())
+    kept.setLevel(logging.WARNING)
+    model = distca_hf.enable(tiny()("distca"), distca_hf.DistCAPlugin())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for step in range(8):
+        if step == 2:
+            model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: None)
+        own_loss(wrapped, packed(LENGTHS[dist.get_rank()], step)).backward()
+        kept.lines.append(f"step {step}")
+    return kept.lines
+
+
+def test_hook_inside_the_decoder_brings_one_warning(tmp_path: Path) -> None:
+    """It sees tokens of all ranks: a loss that it computes would change."""
+    steps = [f"step {number}" for number in range(8)]
+    first, second = run_ranks(2, _lines_with_hooks, tmp_path)
+
+    assert second == steps
+    warning = next(line for line in first if line not in steps)
+    assert warning.startswith("a hook of test_rows_placed_inside on layers.1.mlp of LlamaForCausalLM sees")
+    assert first == [*steps[:3], warning, *steps[3:]]

@@ -13,7 +13,7 @@ from datasets import Dataset
 from test_training import MORE_RUNS as MORE_PLACED_RUNS
 from test_training import RUNS as PLACED_RUNS
 
-from distca_hf.integrations.models import placed_loss
+from distca_hf.integrations.models import hooks
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.checkpointing import LAYER_CALLS, settings_of
 from support.data import random_dataset
@@ -84,7 +84,7 @@ def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
     if run.seam == "attach":
         plugin.attach(trainer)
     # Hooks of these tests only count calls, and would keep documents from sharing prefixes.
-    with patch.object(placed_loss, "KNOWN_HOOKS", placed_loss.KNOWN_HOOKS | {"support"}):
+    with patch.object(hooks, "KNOWN_HOOKS", hooks.KNOWN_HOOKS | {"support"}):
         curve, watch = curve_of(trainer), watch_of(trainer.model)
     assert watch is None or (watch.planner.totals.shared_tokens > 0) == (run.prompt_tokens > 0)
     return curve

@@ -20,6 +20,8 @@ from distca_hf.torch_private import hidden_from_dynamo
 
 
 Keywords = dict[str, Any]
+# Packages whose hooks do not read the results of a pass: they gather weights, or are ours.
+KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers", "trl"})
 
 
 class Hook:
@@ -99,3 +101,13 @@ class BackboneCalls:
     def _close(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords, output: object) -> object:
         self._is_open = False
         return self._end(self._root, args, kwargs, output)
+
+
+def unknown_hook(part: nn.Module) -> str:
+    """Returns the Python module of a hook that may read or change results; empty if a module has none."""
+    for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+        function = getattr(hook, "func", hook)  # of a partial
+        module: str = getattr(function, "__module__", None) or type(function).__module__
+        if module.partition(".")[0] not in KNOWN_HOOKS:
+            return module
+    return ""

@@ -35,6 +35,7 @@ from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import loses_shift_labels
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN, DecoderBorders
+from distca_hf.integrations.models.hooks import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.structure import syntax_of, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PassRows
@@ -46,8 +47,6 @@ log = get_logger(__name__)
 READER_UNKNOWN = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
 # Reason for a pass that does not train, or a model whose rows stay where they are.
 ROWS_STAY = "rows stay"
-# Packages whose hooks do not read the results of a pass: they gather weights, or are ours.
-KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers", "trl"})
 # Packages whose wrappers of functions do not read results, either.
 KNOWN_WRAPPERS = KNOWN_HOOKS | {"contextlib", "functools", "liger_kernel"}
 # Modules that replace a model's forward by one that trains on shift_labels if they are given.
@@ -242,16 +241,6 @@ class PlacedLoss:
         count = output["label_mask"].sum().clamp(min=1) if self._label_count is None else self._label_count
         output["loss"] = -output["log_probs"].sum() / count
         return output
-
-
-def unknown_hook(part: nn.Module) -> str:
-    """Returns the Python module of a hook that may read or change results; empty if a module has none."""
-    for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
-        function = getattr(hook, "func", hook)  # of a partial
-        module: str = getattr(function, "__module__", None) or type(function).__module__
-        if module.partition(".")[0] not in KNOWN_HOOKS:
-            return module
-    return ""
 
 
 def _unknown_wrapper(function: Any) -> str:

@@ -21,8 +21,8 @@ from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Read
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
+from distca_hf.integrations.models.hooks import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.mixer_calls import MixerWatch
-from distca_hf.integrations.models.placed_loss import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.structure import backbone_of, text_decoder, towers, transformers_model
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.prefixes import LEAST_SAVED, never_shared
