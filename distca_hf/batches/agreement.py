@@ -272,9 +272,10 @@ class GivenAgreement:
         if any(numbers["padded"]) and not self._warned_of_padding:
             self._warned_of_padding = True
             log.warning(
-                "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
-                "layers carry a state that cannot travel): every rank attends to this batch by itself, and nothing is "
-                "balanced. Pack documents instead if the trainer can (DataCollatorWithFlattening, packing=True)",
+                "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it has or predicts a "
+                "label, or layers carry a state that cannot travel): every rank attends to this batch by itself, and "
+                "nothing is balanced. Pad on the right with labels of -100, or pack documents "
+                "(DataCollatorWithFlattening, packing=True)",
                 number,
                 self._labels(numbers["padded"]),
             )

@@ -97,7 +97,7 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
 
     Returns:
         None if the batch has no padding, or must keep it: it has offsets, a mask with several numbers per token,
-        labels to learn that padding predicts, images, or positions with several numbers per token.
+        labels to learn that padding has or predicts, images, or positions with several numbers per token.
 
     Raises:
         PackingError: a row has no token, or padding between tokens; or positions do not fit the mask.
@@ -116,7 +116,7 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
     check_mask_numbers(batch)
     is_token = mask.bool()
     check_runs(is_token)
-    if _learns_after_padding(batch.get("labels"), batch.get("shift_labels"), is_token):
+    if _learns_from_padding(batch.get("labels"), batch.get("shift_labels"), is_token):
         return None
     if positions is None:
         documents = padded_rows(is_token, is_token)
@@ -132,15 +132,16 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
     )
 
 
-def _learns_after_padding(labels: object, shift_labels: object, is_token: torch.Tensor) -> bool:
-    """Returns whether padding predicts a label to learn, as for the first token of a row that is padded on its left:
-    in a pack, padding has no hidden states."""
+def _learns_from_padding(labels: object, shift_labels: object, is_token: torch.Tensor) -> bool:
+    """Returns whether padding has a label to learn, as losses of single tokens read it, or predicts one, as for the
+    first token of a row that is padded on its left: in a pack, padding has no hidden states."""
     if isinstance(shift_labels, torch.Tensor) and shift_labels.shape == is_token.shape:
         if bool(((shift_labels != IGNORED_LABEL) & ~is_token).any()):
             return True
     if not isinstance(labels, torch.Tensor) or labels.shape != is_token.shape:
         return False
-    return bool(((labels[:, 1:] != IGNORED_LABEL) & ~is_token[:, :-1]).any())
+    is_learnt = labels != IGNORED_LABEL
+    return bool((is_learnt & ~is_token).any() or (is_learnt[:, 1:] & ~is_token[:, :-1]).any())
 
 
 def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int | None]:

@@ -68,7 +68,7 @@ TOLD: dict[str, tuple[Callable[[], None], str, str, str]] = {
         padded_batches,
         "every rank attends to this batch by itself",
         "micro-batch 0 is padded on rank 0, 1",
-        "Pack documents instead",
+        "Pad on the right with labels of -100, or pack documents",
     ),
     "32 other settings": (
         other_tokens_per_rank,

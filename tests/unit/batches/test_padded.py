@@ -7,6 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distca_hf.batches.read_documents import DocumentReader, padded_rows_of
+from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
@@ -61,6 +62,20 @@ def test_rows_without_tokens_or_with_holes_are_named(mask: list[list[int]], told
 )
 def test_rows_that_say_more_than_a_pack_can_stay_padded(given: dict[str, Any]) -> None:
     assert padded_rows_of(batch_of(LEFT, **given)) is None
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_rows_with_a_label_in_padding_stay_padded(place: int) -> None:
+    """A loss of single tokens reads hidden states there."""
+    mask = torch.ones_like(IDS)
+    mask[1, place] = 0
+    learnt = IDS.clone()
+    learnt[1, :2] = IGNORED_LABEL  # the token after padding is not learnt
+    ignored = learnt.masked_fill(mask == 0, IGNORED_LABEL)
+    learnt[1, place] = 1
+
+    assert padded_rows_of(batch_of(mask, labels=learnt)) is None
+    assert padded_rows_of(batch_of(mask, labels=ignored)) is not None
 
 
 def test_a_table_of_positions_does_not_count_padding_on_the_left() -> None:

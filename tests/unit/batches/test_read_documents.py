@@ -45,7 +45,7 @@ def pack() -> Batch:
 
 def rows() -> Batch:
     ids = torch.arange(8).view(2, 4)
-    return {"input_ids": ids, "attention_mask": MASK.clone(), "labels": ids.clone()}
+    return {"input_ids": ids, "attention_mask": MASK.clone(), "labels": ids.masked_fill(MASK == 0, -100)}
 
 
 def collated(make: Callable[[], Batch], in_worker: bool = False) -> Batch:
