@@ -20,6 +20,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from distca_hf.comm.transport import AllToAll, Exchange
 from distca_hf.errors import PlanError
@@ -257,6 +258,7 @@ class _Dispatch(torch.autograd.Function):
         return items.new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, ctx.travel.wait()
 
@@ -270,6 +272,7 @@ class _Arrive(torch.autograd.Function):
         return travel.received()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
         ctx.travel.start_back(gradients)
         return None, gradients.new_zeros(0)

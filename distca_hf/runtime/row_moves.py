@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.comm.grid import Scope
@@ -263,6 +264,7 @@ class _Move(torch.autograd.Function):
         return tuple(moved)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Moves gradients the other way."""
         rows: PassRows = ctx.rows

@@ -356,3 +356,20 @@ def test_hook_inside_the_decoder_brings_one_warning(tmp_path: Path) -> None:
     warning = next(line for line in first if line not in steps)
     assert warning.startswith("a hook of test_rows_placed_inside on layers.1.mlp of LlamaForCausalLM sees")
     assert first == [*steps[:3], warning, *steps[3:]]
+
+
+def _gradient_of_a_gradient() -> str:
+    """What a loss with a penalty on gradients of inputs brings. Weights would miss the penalty's gradients."""
+    model = distca_hf.enable(tiny()("distca"), distca_hf.DistCAPlugin())
+    batch = packed(LENGTHS[dist.get_rank()], 0)
+    embeddings = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    loss = model(**batch, inputs_embeds=embeddings, use_cache=False).loss
+    (gradient,) = torch.autograd.grad(loss, embeddings, create_graph=True)
+    with pytest.raises(RuntimeError) as error:
+        (loss + gradient.square().sum()).backward()
+    return str(error.value)
+
+
+def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:
+    for message in run_ranks(2, _gradient_of_a_gradient, tmp_path):
+        assert "differentiate twice" in message

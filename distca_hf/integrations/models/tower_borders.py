@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -290,6 +291,7 @@ class _Home(torch.autograd.Function):
         return home.bring(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[Any, ...]:
         """Sends gradients to the ranks that computed the features."""
         return None, None, ctx.home.take_back(gradients, ctx.num_rows)
