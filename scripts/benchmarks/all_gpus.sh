@@ -55,24 +55,22 @@ mix() {
 }
 # Later launches of a part run all the same: `failure` is the status of the last one that failed.
 launch() { torchrun --standalone --nproc-per-node "$gpus" "$@" || failure=$?; }
-step() {
-    local name=$1
-    shift
+# A program by its name, and the file of its figures by theirs.
+measure() {
+    local program=$1 name=$2
+    shift 2
     echo "== $name"
-    launch scripts/benchmarks/attention_step.py --layers 4 --warmup 1 --rounds "${ROUNDS:-3}" --out "$out/$name.json" "$@"
+    launch "scripts/benchmarks/$program.py" --out "$out/$name.json" "$@"
 }
+layers() { measure attention_step "$1" --warmup 1 --rounds "${ROUNDS:-3}" "${@:2}"; }
+step() { layers "$1" --layers 4 "${@:2}"; }
+model() { measure model_step "$1" --liger --head liger --warmup 1 --rounds 1 "${@:2}"; }
 # For so many data ranks: their option, with 64K and 128K tokens per data rank.
 grid() {
     local name=$1 ranks=$2
     shift 2
     step "$name" --modes ideal,placed,given,local ${cluster:+--cluster "$cluster"} \
         --documents "C:$ranks;B:$ranks" "$@"
-}
-model() {
-    local name=$1
-    shift
-    echo "== $name"
-    launch scripts/benchmarks/model_step.py --liger --head liger --warmup 1 --rounds 1 --out "$out/$name.json" "$@"
 }
 search() {
     local name=$1
@@ -108,8 +106,7 @@ run_part() {
     liger) step liger --liger --no-check --documents "$documents" --modes ideal,placed,local ;;
     saved)
         step saved --checkpointing saved --no-check --documents "$documents" --modes ideal,placed
-        step best --checkpointing saved --liger --no-check \
-            --documents "$documents" --modes ideal,placed
+        step best --checkpointing saved --liger --no-check --documents "$documents" --modes ideal,placed
         ;;
     models)
         model llama-64k --documents 262144
@@ -119,31 +116,23 @@ run_part() {
         ;;
     windows)
         for preset in gemma3-27b olmo3-7b gpt-oss-20b; do
-            echo "== $preset"
-            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds "${ROUNDS:-3}" \
-                --documents "$documents" --modes ideal,placed --out "$out/$preset.json"
+            layers "$preset" --preset "$preset" --documents "$documents" --modes ideal,placed
         done
         ;;
     hybrid)
         for preset in qwen3.5-27b nemotron-h-8b; do
-            echo "== $preset"
-            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds "${ROUNDS:-3}" \
-                --documents "$documents" --modes ideal,placed,given,local --out "$out/$preset.json"
+            layers "$preset" --preset "$preset" --documents "$documents" --modes ideal,placed,given,local
         done
         ;;
     training)
         for preset in llama3-8b qwen3-4b; do
-            echo "== training $preset"
             # shellcheck disable=SC2086 # several options
-            PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/training_run.py \
-                --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-}
+            PYTORCH_ALLOC_CONF=expandable_segments:True measure training_run "training-$preset" \
+                --preset "$preset" --liger --steps 50 ${TRAINING:-}
         done
         ;;
-    prefixes)
-        echo "== prefixes"
-        # shellcheck disable=SC2086 # several options
-        launch scripts/benchmarks/shared_prefixes.py --layers 4 --rounds "${ROUNDS:-8}" --out "$out/prefixes.json" ${PREFIXES:-}
-        ;;
+    # shellcheck disable=SC2086 # several options
+    prefixes) measure shared_prefixes prefixes --layers 4 --rounds "${ROUNDS:-8}" ${PREFIXES:-} ;;
     longest)
         echo "== longest"
         # shellcheck disable=SC2086 # several options
