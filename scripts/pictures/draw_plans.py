@@ -12,13 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.models import preset
-from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.config import DistCAConfig
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.cost import imbalance
-from distca_hf.data.documents import fit_documents
-from distca_hf.data.epochs import EpochPacker
 from distca_hf.placement.place import fill_in_order, work_in_order
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.recipe import LENGTHS
@@ -33,23 +31,21 @@ RANKS = (2, 4, 8, 16, 32, 64, 128)
 TOKENS_PER_RANK, MICRO_BATCHES = 65_536, 12
 
 
-def first_batches(mix: str, capacity_tokens: int, number: int) -> list[np.ndarray]:
+def training(num_ranks: int, tokens_per_rank: int) -> PlanRequest:
+    """Returns a training of an 8B Llama, as `distca plan` takes it."""
+    sizes = (num_ranks, tokens_per_rank, min(num_ranks, 8))
+    return PlanRequest(*sizes, micro_steps=1, model=preset("llama3-8b"), overlong="split")
+
+
+def first_batches(mix: str, request: PlanRequest, number: int) -> list[np.ndarray]:
     """Returns `[documents]` lengths of the first micro-batches of a training."""
-    _, _, lengths = fit_documents(read_lengths(LENGTHS.find(mix)).tokens, capacity_tokens, "split")
-    packer = EpochPacker(lengths, capacity_tokens, SEED)
-    epoch = packer.epoch(0)
-    return [lengths[epoch.micro_batch(index)] for index in range(min(number, packer.num_micro_batches))]
-
-
-def planner(num_ranks: int, tokens_per_rank: int) -> PlacedPlanner:
-    """Returns the planner of a training of an 8B Llama."""
-    config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=min(num_ranks, 8))
-    return PlacedPlanner(config, num_ranks, preset("llama3-8b").heads.groups)
+    packed = pack_epoch(read_lengths(LENGTHS.find(mix)).tokens, request, SEED)
+    return packed.first_step(min(number, packed.epoch.num_micro_batches))
 
 
 def documents_of_first_batch() -> np.ndarray:
     """Returns `[documents]` lengths of the batch of the command."""
-    return first_batches("pretrain", GPUS * TOKENS_PER_GPU, 1)[0]
+    return first_batches("pretrain", training(GPUS, TOKENS_PER_GPU), 1)[0]
 
 
 def shares_of(plan: Plan, document: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +76,7 @@ def draw_waiting(style: Style) -> Figure:
     """Draws the batch as packed in order, and as placed."""
     documents = documents_of_first_batch()
     in_order = plan_in_place(fill_in_order(documents, GPUS))
-    placed = planner(GPUS, TOKENS_PER_GPU).plan(documents)
+    placed = training(GPUS, TOKENS_PER_GPU).planner.plan(documents)
     longest, before = int(documents.argmax()), in_order.imbalance
     wasted = f"{100 * (1 - 1 / before):.0f} % of the GPUs' attention time is waiting. distca_hf removes it."
     details = (
@@ -135,10 +131,10 @@ Spread = tuple[list[float], list[float]]
 
 def measure(mix: str, num_ranks: int) -> Spread:
     """Packs and places the first micro-batches of a training, and returns the spread of their imbalance."""
-    batches = first_batches(mix, num_ranks * TOKENS_PER_RANK, MICRO_BATCHES)
+    request = training(num_ranks, TOKENS_PER_RANK)
+    batches = first_batches(mix, request, MICRO_BATCHES)
     in_order = [imbalance(work_in_order(batch, num_ranks)) for batch in batches]
-    places = planner(num_ranks, TOKENS_PER_RANK)
-    return in_order, [places.plan(batch).imbalance for batch in batches]
+    return in_order, [request.planner.plan(batch).imbalance for batch in batches]
 
 
 def draw_ranks(style: Style, spreads: dict[str, list[Spread]]) -> Figure:
