@@ -7,13 +7,13 @@ Documents of every row are planned as training plans them.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from distca_hf.analysis.memory import estimate_memory
-from distca_hf.analysis.models import PRESETS, ModelSize
+from distca_hf.analysis.models import PRESETS
 from distca_hf.analysis.training_setup import GIB, Checkpointing, TrainingSetup
 from distca_hf.arrays import ceil_div
 from distca_hf.batches.placed import PlacedPlanner
@@ -23,34 +23,26 @@ from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
 from lib.documents import parse_documents
 from lib.parser import parser_of
-from lib.planning.planners import whole_documents
+from lib.planning.planners import llama_part, whole_documents
 from lib.tables import head, row
 
 
 PEAKS = Path(__file__).parents[2] / "docs" / "benchmarks" / "measured-peaks.json"
 LLAMA_8B = PRESETS["llama3-8b"]
 HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # of all models that were measured
-LAYERS = 4
-
-
-def _few_layers(vocabulary: int, head: bool) -> ModelSize:
-    """Returns four layers of an 8B Llama with an embedding, and with or without a head."""
-    size = ModelSize.of_gated_layers(LLAMA_8B.heads, LAYERS, 4096, 14_336, 0)
-    embedding = vocabulary * 4096 * (2 if head else 1)
-    return ModelSize(
-        layers=LAYERS,
-        hidden_size=4096,
-        vocabulary=vocabulary if head else 0,
-        parameters=size.parameters + embedding,
-        layer_parameters=size.layer_parameters,
-        embedding_parameters=embedding,
-    )
+WHOLE, SMALL = llama_part(4).size, llama_part(4, 32_000).size  # four layers, by their vocabulary
+HEAD_PARAMETERS = WHOLE.embedding_parameters // 2  # as many as the embedding has
 
 
 # Models of the rows: without a name that of attention_step.py, then that of training_run.py.
 SIZES = {
-    "": _few_layers(128_256, head=False),
-    "vocabulary of 32,000": _few_layers(32_000, head=True),
+    "": replace(
+        WHOLE,
+        vocabulary=0,
+        parameters=WHOLE.parameters - HEAD_PARAMETERS,
+        embedding_parameters=HEAD_PARAMETERS,
+    ),
+    "vocabulary of 32,000": SMALL,
     **{name: size for name in ("llama3-8b", "qwen3-4b") if (size := PRESETS[name].size)},
 }
 

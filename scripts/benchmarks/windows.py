@@ -10,21 +10,19 @@ The time of a batch is the shortest processor time of several plans. Ways take t
 import statistics
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 
 import numpy as np
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask, imbalance
-from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.cost import LayerMasks, Mask, imbalance
+from distca_hf.layout import Topology
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import key_transfers
 from lib.parser import add_ranks, add_tokens_per_rank, count, parse_plans, parser_of
 from lib.planning.mixes import batch
-from lib.planning.planners import HEAD_GROUPS, RANKS_PER_NODE, print_row, table
+from lib.planning.planners import RANKS_PER_NODE, placed_planner, print_row, table
 
 
 MIXES = ("pretrain", "prolong")
@@ -83,11 +81,9 @@ def main() -> None:
     for mix, num_ranks in product(MIXES, options.ranks):
         tokens = num_ranks * options.tokens_per_rank
         batches = [batch(mix, num_ranks, options.tokens_per_rank, tokens, seed) for seed in range(options.seeds)]
-        # Ranks hold as many tokens as a batch brings.
-        config = DistCAConfig(tokens_per_rank=MAX_DOCUMENT_TOKENS, ranks_per_node=min(num_ranks, RANKS_PER_NODE))
+        topology = Topology(num_ranks, min(num_ranks, RANKS_PER_NODE))
         for name, layer_masks in MODELS.items():
-            placing = partial(PlacedPlanner, config, num_ranks, HEAD_GROUPS)
-            planners = [placing(layer_masks=CAUSAL_LAYERS), placing(layer_masks=layer_masks)]
+            planners = [placed_planner(topology), placed_planner(topology, layer_masks)]
             alone, both = ways = [Way(), Way()]
             for documents in batches:
                 for each, way in zip(planners, ways, strict=True):

@@ -7,11 +7,11 @@ from heapq import heapreplace
 import numpy as np
 
 from distca_hf.analysis.epoch import largest_rank_bytes
-from distca_hf.analysis.models import preset
+from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import causal_pairs
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, causal_pairs
 from distca_hf.layout import MAX_DOCUMENT_TOKENS, Topology
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
@@ -25,11 +25,19 @@ HEAD_GROUPS = preset("llama3-8b").heads.groups
 RANKS_PER_NODE = 8
 
 
+def llama_part(layers: int, words: int | None = None) -> SimulatedModel:
+    """Returns some layers of Llama-3-8B, and another vocabulary if one is given."""
+    model = SimulatedModel.of(preset("llama3-8b"))
+    heads, whole = model.heads, model.size
+    sizes = layers, whole.hidden_size, round(whole.mlp_size(heads)), words or whole.vocabulary
+    return SimulatedModel.of(llama_shape(model.name, (heads.query, heads.key_value, heads.dim), sizes))
+
+
 @cache
-def placed_planner(topology: Topology) -> PlacedPlanner:
+def placed_planner(topology: Topology, layer_masks: LayerMasks = CAUSAL_LAYERS) -> PlacedPlanner:
     """Returns the planner of training; ranks hold as many tokens as a batch brings."""
     config = DistCAConfig(tokens_per_rank=MAX_DOCUMENT_TOKENS, ranks_per_node=topology.ranks_per_node)
-    return PlacedPlanner(config, topology.num_ranks, HEAD_GROUPS)
+    return PlacedPlanner(config, topology.num_ranks, HEAD_GROUPS, layer_masks=layer_masks)
 
 
 def plan_placed(documents: IntArray, topology: Topology) -> Plan:

@@ -18,7 +18,7 @@ import numpy as np
 
 from distca_hf.analysis.decoder_size import HALF_BYTES
 from distca_hf.analysis.find_model import read_model
-from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import ways
@@ -36,6 +36,7 @@ from distca_hf.planning.rebalance import plan_by_moving
 from lib.documents import parse_documents
 from lib.model import PRESETS
 from lib.planning.bench_ways import even, gathered
+from lib.planning.planners import llama_part
 from lib.tables import figure, table_of
 
 
@@ -235,14 +236,6 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         return 1e3 * (training.micro_batch_seconds(load) + training.optimizer_seconds())
 
     return {name: milliseconds(name) for name in names}
-
-
-def llama_part(layers: int, words: int | None = None) -> SimulatedModel:
-    """Returns some layers of Llama-3-8B, and another vocabulary if one is given."""
-    model = SimulatedModel.of(preset("llama3-8b"))
-    heads, whole = model.heads, model.size
-    sizes = layers, whole.hidden_size, round(whole.mlp_size(heads)), words or whole.vocabulary
-    return SimulatedModel.of(llama_shape(model.name, (heads.query, heads.key_value, heads.dim), sizes))
 
 
 def model_of(config: Mapping[str, Any]) -> SimulatedModel:
