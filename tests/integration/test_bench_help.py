@@ -18,7 +18,10 @@ from support.commands import REPOSITORY
 
 PROGRAMS = REPOSITORY / "scripts" / "benchmarks"
 # Functions of all_gpus.sh, and the program that each launches.
-LAUNCHING = {"step": "attention_step", "grid": "attention_step", "model": "model_step", "search": "longest_context"}
+LAUNCHING = {
+    **dict.fromkeys(("layers", "step", "grid"), "attention_step"),
+    **{"model": "model_step", "search": "longest_context"},
+}
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -27,6 +30,7 @@ def commands() -> Iterator[tuple[str, str]]:
         text = page.read_text().replace("\\\n", " ")
         for function, program in LAUNCHING.items() if page.suffix == ".sh" else ():
             text = re.sub(rf"^( +(?:[\w-]+\) )?){function} ", rf"\1{program}.py ", text, flags=re.MULTILINE)
+        text = re.sub(r"\bmeasure (\w+) ", r"\1.py ", text)
         for name, command in re.findall(r'^(\w+)="(.* scripts/benchmarks/.*)"$', text, re.MULTILINE):
             text = text.replace(f"${name} ", f"{command} ")
         if page.suffix == ".md":

@@ -73,8 +73,8 @@ def parse_shared(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
     options.reduce_dtype = options.dtype  # FSDP sums gradients in it, as with Accelerate's mixed_precision
-    if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
-        parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, as far as there are")
+    if options.checkpointing == "offloaded" and options.modes != ["placed"]:
+        parser.error("--checkpointing offloaded is the product's own: give --modes placed")
     return options
 
 

@@ -42,7 +42,7 @@ def attend(
     """Attends as Transformers asks: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous.
     Exits if the layer asks for a softcap. Sinks are left out: steps are a little faster, and losses are others."""
     if kwargs.get("softcap"):
-        raise SystemExit(f"softcap={kwargs['softcap']} is not computed by modes but placed and fixed")
+        raise SystemExit(f"softcap={kwargs['softcap']} is computed only by modes placed, given and moved")
     q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return way(q, k, v, scale, sliding_window or 0, bench_work).unflatten(0, (query.shape[0], query.shape[2])), None
