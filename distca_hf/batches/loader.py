@@ -29,6 +29,7 @@ from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.positions import SavedPosition, check_checksum, sum_of_documents, with_checksum
 from distca_hf.data.rows import Reading
+from distca_hf.errors import ConfigError
 from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.telemetry import get_logger
 
@@ -187,7 +188,11 @@ class PlacedLoader(BaseLoader):
             micro_batch = steps_from = 0
         saved = Cursor(position.epoch, micro_batch, taken, steps_from)
         packed = self._packed(saved)
-        position.check_micro_batches(micro_batch, packed.num_micro_batches)
+        if micro_batch > packed.num_micro_batches:
+            raise ConfigError(
+                f"the saved loader position has micro_batch={micro_batch}, and epoch {position.epoch} has "
+                f"{packed.num_micro_batches}"
+            )
         # 4. Earlier documents must be the ones that had been trained when the state was saved.
         saved = replace(saved, documents=self._documents_before(packed, micro_batch))
         check_checksum(state, self.state_dict(), saved.documents)

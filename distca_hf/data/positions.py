@@ -97,14 +97,6 @@ class SavedPosition:
                 "and tokens_per_rank and in the same steps, or from the end of an epoch"
             )
 
-    def check_micro_batches(self, taken: int, num_micro_batches: int) -> None:
-        """Checks that an epoch has at least as many micro-batches as were taken from it. Raises ConfigError if it has
-        fewer."""
-        if taken > num_micro_batches:
-            raise ConfigError(
-                f"the saved loader position has micro_batch={taken}, and epoch {self.epoch} has {num_micro_batches}"
-            )
-
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, object]) -> None:
     """Checks that a position is of the same data and order. Raises ConfigError if it is not; names the field and both

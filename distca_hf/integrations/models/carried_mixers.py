@@ -260,13 +260,11 @@ def _check_takes(function: Callable[..., Any], keywords: tuple[str, ...], name: 
 def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of what a function of Transformers runs: an installed kernel, or the function's own torch
     code, which does not follow packed rows."""
-    wrapper = inspect.unwrap(function, stop=_holds_implementation)
+    wrapper = inspect.unwrap(
+        function, stop=lambda one: "implementation" in getattr(getattr(one, "__code__", None), "co_freevars", ())
+    )
     of_wrapper = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
     return inspect.signature(of_wrapper.get("implementation", function)).parameters
-
-
-def _holds_implementation(function: Callable[..., Any]) -> bool:
-    return "implementation" in getattr(getattr(function, "__code__", None), "co_freevars", ())
 
 
 class CalledFunctions:

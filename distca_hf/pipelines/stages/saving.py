@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -115,7 +114,9 @@ def _finish(first_part: ModelPart, folder: Path) -> None:
     for name in files:
         final = folder / name.replace(".safetensors", ending)
         (folder / (name + UNFINISHED)).rename(final)
-        header = _header(final)
+        with final.open("rb") as file:  # the entries by weight are JSON, after 8 bytes with its length
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
         weight_map |= dict.fromkeys(header, final.name)
         total_bytes += sum(end - begin for begin, end in (weight["data_offsets"] for weight in header.values()))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
@@ -146,14 +147,6 @@ def _write_configuration(model: PreTrainedModel, folder: Path) -> None:
         for file in Path(made).iterdir():
             with replaced(folder / file.name) as unfinished:
                 unfinished.write_bytes(file.read_bytes())
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """Returns the entries of a safetensors file by weight. They are JSON, after 8 bytes with its length."""
-    with path.open("rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
-    return header
 
 
 def save_training(
