@@ -320,45 +320,41 @@ PACKAGES = (
 )
 
 
-def _print_environment(console: Console) -> None:
-    """Runs `distca env`: prints versions of packages, devices, and kernels in order of preference."""
-    import torch  # which `distca plan` does not need
-
-    from distca_hf.kernels.registry import KERNELS
-
-    console.print(f"distca_hf {__version__}, Python {platform.python_version()}, {platform.platform()}")
-    versions = Table("package", "version")
-    for package in PACKAGES:
-        try:
-            versions.add_row(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            versions.add_row(package, "-")
-    console.print(versions)
-    if not torch.cuda.is_available():
-        console.print(f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}")
-    else:
-        console.print(f"devices: {torch.cuda.device_count()} GPUs")
-        for index in range(torch.cuda.device_count()):
-            gpu = torch.cuda.get_device_properties(index)
-            memory = f"{gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
-            console.print(f"GPU {index}: {gpu.name}, {memory}")
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        console.print(f"CUDA {torch.version.cuda or '-'}, ROCm {torch.version.hip or '-'}, NCCL {nccl}")
-    kernels = Table(
-        "kernel", "runs on", "here", title="attention kernels, in order of preference", title_justify="left"
-    )
-    for kernel, entry in KERNELS.items():
-        device = entry.capabilities.device_type
-        there = "available" if device != "cuda" or torch.cuda.is_available() else "installed, needs a GPU"
-        kernels.add_row(kernel, device or "any device", entry.missing() or there)
-    console.print(kernels)
-
-
 @app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
     with _one_line_errors():
-        _print_environment(Console())
+        import torch  # which `distca plan` does not need
+
+        from distca_hf.kernels.registry import KERNELS
+
+        console = Console()
+        console.print(f"distca_hf {__version__}, Python {platform.python_version()}, {platform.platform()}")
+        versions = Table("package", "version")
+        for package in PACKAGES:
+            try:
+                versions.add_row(package, importlib.metadata.version(package))
+            except importlib.metadata.PackageNotFoundError:
+                versions.add_row(package, "-")
+        console.print(versions)
+        if not torch.cuda.is_available():
+            console.print(f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}")
+        else:
+            console.print(f"devices: {torch.cuda.device_count()} GPUs")
+            for index in range(torch.cuda.device_count()):
+                gpu = torch.cuda.get_device_properties(index)
+                memory = f"{gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+                console.print(f"GPU {index}: {gpu.name}, {memory}")
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+            console.print(f"CUDA {torch.version.cuda or '-'}, ROCm {torch.version.hip or '-'}, NCCL {nccl}")
+        kernels = Table(
+            "kernel", "runs on", "here", title="attention kernels, in order of preference", title_justify="left"
+        )
+        for kernel, entry in KERNELS.items():
+            device = entry.capabilities.device_type
+            there = "available" if device != "cuda" or torch.cuda.is_available() else "installed, needs a GPU"
+            kernels.add_row(kernel, device or "any device", entry.missing() or there)
+        console.print(kernels)
 
 
 def main() -> None:

@@ -111,7 +111,21 @@ def divide(
     dealt = _deal(tokens, work, shares, capacity_tokens)
     group_of = np.empty(len(document_tokens), dtype=np.int64)
     group_of[longest_first] = np.repeat(dealt, np.diff(borders))
-    return _make_room(document_tokens, group_of, len(shares), capacity_tokens)
+    # In a full step the remaining room is scattered over micro-batches, and some documents found none: their group is
+    # the number of micro-batches. One micro-batch collects room by exchanging longer documents for shorter ones of the
+    # others.
+    micro_batches = len(shares)
+    groups = [np.flatnonzero(group_of == number) for number in range(micro_batches)]
+    room = [capacity_tokens - int(document_tokens[group].sum()) for group in groups]
+    for document in np.flatnonzero(group_of == micro_batches).tolist():
+        size = int(document_tokens[document])
+        roomiest_first = sorted(range(micro_batches), key=lambda number: -room[number])
+        found = next((one for one in roomiest_first if _gather_room(document_tokens, groups, room, one, size)), None)
+        if found is None:
+            return None
+        groups[found] = np.sort(np.append(groups[found], document))
+        room[found] -= size
+    return groups
 
 
 def _deal(tokens: list[int], work: list[int], shares: Sequence[float], capacity_tokens: int) -> list[int]:
@@ -138,31 +152,6 @@ def _deal(tokens: list[int], work: list[int], shares: Sequence[float], capacity_
             missing_work[best] -= pairs
             room[best] -= size
     return dealt
-
-
-def _make_room(
-    document_tokens: IntArray, group_of: IntArray, micro_batches: int, capacity_tokens: int
-) -> list[IntArray] | None:
-    """Returns the documents of each micro-batch, after making room for documents that had none.
-
-    In a full step the remaining room is scattered over micro-batches. One of them collects it by exchanging longer
-    documents for shorter ones of the others. In `group_of` these have the number of micro-batches instead of one of
-    them.
-
-    Returns:
-        None if some document still does not fit.
-    """
-    groups = [np.flatnonzero(group_of == number) for number in range(micro_batches)]
-    room = [capacity_tokens - int(document_tokens[group].sum()) for group in groups]
-    for document in np.flatnonzero(group_of == micro_batches).tolist():
-        size = int(document_tokens[document])
-        roomiest_first = sorted(range(micro_batches), key=lambda number: -room[number])
-        found = next((one for one in roomiest_first if _gather_room(document_tokens, groups, room, one, size)), None)
-        if found is None:
-            return None
-        groups[found] = np.sort(np.append(groups[found], document))
-        room[found] -= size
-    return groups
 
 
 def _gather_room(document_tokens: IntArray, groups: list[IntArray], room: list[int], one: int, wanted: int) -> bool:

@@ -28,7 +28,7 @@ short documents separately, and every share gets an equal part of the tokens and
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Self
 
@@ -146,9 +146,7 @@ def _hand_out(
     missing = list(missing)  # minus infinity for a closed share
     may_miss = [even.may_miss * goal.load for goal in goals]
     before, least_tail = even.kinds.left_out_before, max(1, even.kinds.longest_window // 2)
-
-    def has_room(share: int, of_piece: int, work_of_piece: int) -> bool:
-        return _has_room(pool, tokens, work, short_cost, share, of_piece, work_of_piece)
+    has_room = partial(_has_room, pool, tokens, work, short_cost)
 
     def tail_of(share: int, piece: Piece, most_left_out: float) -> int:
         """Returns the tokens of the largest tail of the densest piece that fits a share, with at most this many pairs

@@ -165,8 +165,15 @@ class KernelCall:
 
 def local_calls(local: LocalParts, mask: Mask) -> tuple[KernelCall, ...]:
     """Returns calls of the squares of local parts: one for all neighbours with the same heads."""
-    # Adjacent parts with the same heads are one range of rows: d4[0:9] d7[0:3] | d1[5:8] ...
-    row, tokens, first, last = _heads_joined(local)
+    # 1. Parts of the same tokens with consecutive groups are joined, to groups [first, last). Along these the head
+    # rises with the index, so their difference is constant.
+    order = np.lexsort((local.head, local.token_row, local.tokens))
+    row, tokens, head = local.token_row[order], local.tokens[order], local.head[order]
+    opens = run_starts(row, tokens, head - np.arange(len(head)))
+    row, tokens, whole = row[opens], tokens[opens], head[opens] == ALL_HEADS
+    first = np.where(whole, 0, head[opens])
+    last = np.where(whole, local.head_groups, head[run_stops(opens)] + 1)
+    # 2. Adjacent parts with the same heads are one range of rows: d4[0:9] d7[0:3] | d1[5:8] ...
     order = np.lexsort((row, last, first))
     row, tokens, first, last = row[order], tokens[order], first[order], last[order]
     opens = run_starts(first, last, chained(row, tokens))
@@ -302,19 +309,6 @@ def remote_query_calls(remote: RemoteTasks, mask: Mask, remote_kv: RemoteKV, chu
         window_tokens = 0 if mask.chunked else mask.window_tokens or 0
         calls.append(KernelCall(CallKind.REMOTE_QUERIES, *bounds, queries, keys, (0, rows), window_tokens))
     return tuple(calls)
-
-
-def _heads_joined(local: LocalParts) -> tuple[IntArray, ...]:
-    """Joins parts of the same tokens with consecutive groups: row, tokens, and groups [first, last) of each."""
-    # Along consecutive groups the head rises with the index, so their difference is constant.
-    groups = local.head_groups
-    order = np.lexsort((local.head, local.token_row, local.tokens))
-    row, tokens, head = local.token_row[order], local.tokens[order], local.head[order]
-    opens = run_starts(row, tokens, head - np.arange(len(head)))
-    whole = head[opens] == ALL_HEADS
-    first = np.where(whole, 0, head[opens])
-    last = np.where(whole, groups, head[run_stops(opens)] + 1)
-    return row[opens], tokens[opens], first, last
 
 
 Span = tuple[int, int]

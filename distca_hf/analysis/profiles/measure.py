@@ -181,7 +181,7 @@ class Measuring:
 
     def whole(self) -> ClusterProfile:
         """Measures everything. A collective call."""
-        clock, dtype = self._clock, self._dtype
+        clock, dtype = Clock(self.ranks.device), self._dtype
         links = self._link_steps
         attention = AttentionBench.choose(clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
         mine = self.grid.tasks[self.ranks.rank :: self.ranks.num_ranks]
@@ -201,14 +201,11 @@ class Measuring:
 
     def links_of(self, profile: ClusterProfile) -> ClusterProfile:
         """Measures only the network, and returns a profile with links between nodes. A collective call."""
-        attention = AttentionBench.choose(self._clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
+        clock = Clock(self.ranks.device)
+        attention = AttentionBench.choose(clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
         progress = MeasuringProgress(self.ranks.rank == 0, len(self._link_steps))
         within, between = self._links(attention, progress)
         return replace(profile, between_nodes=between or within)
-
-    @property
-    def _clock(self) -> Clock:
-        return Clock(self.ranks.device)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -251,22 +248,20 @@ class Measuring:
     def _links(
         self, attention: AttentionBench, progress: MeasuringProgress
     ) -> tuple[LinkTimes | None, LinkTimes | None]:
-        rows: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
+        ranks = self.ranks
+        rows: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}  # every kind of `LinkTimes`, in its order
         for between, num_bytes in progress.over("links", self._link_steps):
-            rows[between].append(self._link_seconds(num_bytes, between))
+            calls = max(FEWEST_CALLS, min(20, (1 << 29) // num_bytes))
+            seconds = (
+                ranks.exchange_seconds(ranks.exchange(num_bytes, between), num_bytes),
+                ranks.slowest(ranks.all_gather(num_bytes, between), calls, "measuring an all-gather"),
+                ranks.slowest(ranks.reduce_scatter(num_bytes, between), calls, "measuring a reduce-scatter"),
+                ranks.exchange_seconds(ranks.one_way(num_bytes, between), num_bytes),
+                ranks.slowest(ranks.to_next(num_bytes, between), calls, "measuring sends to the next rank"),
+            )
+            rows[between].append(seconds)
         within, beyond = (self._link_times(attention, scope, rows[scope]) for scope in (False, True))
         return within, beyond
-
-    def _link_seconds(self, num_bytes: int, between: bool) -> tuple[float, ...]:
-        """Returns the seconds of every kind of `LinkTimes`, in its order."""
-        ranks, calls = self.ranks, max(FEWEST_CALLS, min(20, (1 << 29) // num_bytes))
-        return (
-            ranks.exchange_seconds(ranks.exchange(num_bytes, between), num_bytes),
-            ranks.slowest(ranks.all_gather(num_bytes, between), calls, "measuring an all-gather"),
-            ranks.slowest(ranks.reduce_scatter(num_bytes, between), calls, "measuring a reduce-scatter"),
-            ranks.exchange_seconds(ranks.one_way(num_bytes, between), num_bytes),
-            ranks.slowest(ranks.to_next(num_bytes, between), calls, "measuring sends to the next rank"),
-        )
 
     def _link_times(
         self, attention: AttentionBench, between: bool, rows: Sequence[tuple[float, ...]]

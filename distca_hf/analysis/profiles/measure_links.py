@@ -62,24 +62,6 @@ def on_own_stream(run: Callable[[], object], device: torch.device) -> Start:
     return start
 
 
-def ring_sends(num_bytes: int, to: int, by: int, device: torch.device) -> Callable[[], object]:
-    """Returns a call that sends keys and values of this many bytes to a rank, and receives as many from another. They
-    go over the default group, as in published rings: with NCCL these pairs of calls are faster than an all-to-all with
-    bytes for only one rank."""
-    own, others = (
-        [torch.zeros(part_elements(num_bytes // 2, 2), device=device, dtype=torch.bfloat16) for _ in "kv"]
-        for _ in range(2)
-    )
-
-    def pass_on() -> None:
-        sends = [dist.P2POp(dist.isend, numbers, to) for numbers in own]
-        receives = [dist.P2POp(dist.irecv, numbers, by) for numbers in others]
-        for work in dist.batch_isend_irecv([*sends, *receives]):
-            work.wait()
-
-    return pass_on
-
-
 def part_elements(num_bytes: int, ranks: int) -> int:
     """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have about this many
     bytes."""
@@ -102,16 +84,6 @@ TICKS_PER_SECOND = 10**12
 # Newer versions of torch have other names for these two, and warn about the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-def seconds_per_call(run: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Times a series of calls, from an idle device until it is idle again."""
-    _synchronize(device)
-    began = time.perf_counter()
-    for _ in range(calls):
-        run()
-    _synchronize(device)
-    return (time.perf_counter() - began) / calls
 
 
 def _synchronize(device: torch.device) -> None:
@@ -186,12 +158,18 @@ class MeasuringRanks:
         return [[value / TICKS_PER_SECOND for value in ranks] for ranks in every]
 
     def slowest(self, run: Callable[[], object], calls: int, where: str) -> float:
-        """Times a call on all ranks at once: the median of some series, each of its slowest rank."""
+        """Times a call on all ranks at once: the median of some series, each on its slowest rank. A series is timed
+        from an idle device until it is idle again."""
         run()
         series = []
         for _ in range(SERIES):
             self.gathered([0.0], where)  # all ranks begin together
-            series.append(seconds_per_call(run, calls, self.device))
+            _synchronize(self.device)
+            began = time.perf_counter()
+            for _ in range(calls):
+                run()
+            _synchronize(self.device)
+            series.append((time.perf_counter() - began) / calls)
         return statistics.median(max(times) for times in zip(*self.gathered(series, where), strict=True))
 
     def peers(self, between_nodes: bool) -> list[int]:
@@ -210,10 +188,22 @@ class MeasuringRanks:
 
     def to_next(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
         """Prepares what a ring does: every rank sends keys and values of this many bytes to the next one, of its node
-        or on the next node, and receives as many from the one before."""
+        or on the next node, and receives as many from the one before. They go over the default group, as in published
+        rings: with NCCL these pairs of calls are faster than an all-to-all with bytes for only one rank."""
         place, places = self._place(between_nodes)
         before, after = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
-        return ring_sends(num_bytes, after, before, self.device)
+        own, others = (
+            [torch.zeros(part_elements(num_bytes // 2, 2), device=self.device, dtype=torch.bfloat16) for _ in "kv"]
+            for _ in range(2)
+        )
+
+        def pass_on() -> None:
+            sends = [dist.P2POp(dist.isend, numbers, after) for numbers in own]
+            receives = [dist.P2POp(dist.irecv, numbers, before) for numbers in others]
+            for work in dist.batch_isend_irecv([*sends, *receives]):
+                work.wait()
+
+        return pass_on
 
     def one_way(self, num_bytes: int, between_nodes: bool) -> Start:
         """Prepares exchanges in which every second rank sends this many bytes, the same to each of the others, which

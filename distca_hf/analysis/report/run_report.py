@@ -163,15 +163,11 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
     size = 0 if page is None else write_page(fitted(report), page, named=output is not None)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
-    else:
-        sys.stdout.write(_in_words(report, page, size))
-
-
-def _in_words(report: Report, page: Path | None, size: int) -> str:
+        return
     sentences = [f"{report.title}:", *report.summary]
     if report.steps:
         step = report.steps[report.begin_with]
         sentences += [f"{step.label}:", *step.findings]
     sentences += report.notes
     lines = [textwrap.fill(sentence, COLUMNS, break_on_hyphens=False) for sentence in sentences]
-    return printable("\n".join([*lines, "", f"{page}: {size / 1000:,.0f} KB, open it in a browser", ""]))
+    sys.stdout.write(printable("\n".join([*lines, "", f"{page}: {size / 1000:,.0f} KB, open it in a browser", ""])))

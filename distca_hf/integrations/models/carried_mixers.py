@@ -58,7 +58,7 @@ def carries(mixer: nn.Module) -> bool:
     is_known = all(one.__module__.startswith(OF_LIBRARIES) for one in type(mixer).__mro__)
     if getattr(own, "before", own) is not None or not is_known:
         return False  # `Apart.before` is the function that it replaced
-    forward = _forward_of(mixer)
+    forward = inspect.unwrap(type(mixer).forward)
     loaded: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "LOAD_ATTR": set(), "LOAD_METHOD": set()}
     for instruction in dis.get_instructions(forward):
         loaded.get(instruction.opname, set()).add(str(instruction.argval))
@@ -83,7 +83,7 @@ def halo_tokens_of(mixer: nn.Module) -> int:
 
 def carried_forward(mixer: nn.Module, rows: Rows, name: str) -> Callable[..., Any]:
     """Returns a mixer's forward function, with replaced functions inside."""
-    forward = _forward_of(mixer)
+    forward = inspect.unwrap(type(mixer).forward)
     names = forward.__globals__
     replaced = {key: replace(names[key], rows, name) for key, replace in REPLACED.items() if key in names}
     bound = FunctionType(
@@ -91,10 +91,6 @@ def carried_forward(mixer: nn.Module, rows: Rows, name: str) -> Callable[..., An
     )
     bound.__kwdefaults__ = forward.__kwdefaults__
     return bound.__get__(mixer)
-
-
-def _forward_of(mixer: nn.Module) -> Any:
-    return inspect.unwrap(type(mixer).forward)
 
 
 def _convolution(original: Callable[..., torch.Tensor], rows: Rows, name: str) -> Callable[..., torch.Tensor]:

@@ -9,7 +9,6 @@ import copy
 import json
 import zlib
 from collections import Counter
-from collections.abc import Collection
 from functools import cached_property
 from itertools import chain
 
@@ -172,7 +171,14 @@ class ForwardCheck:
         parts = [id(part) for of in modules for part in (*of._modules.values(), *of._parameters.values())]
         if parts != self._tower_parts:  # wrapping replaced modules, or weights
             self._tower_parts = parts
-            self._towers_are_sharded = are_sharded(self._root, self.towers.values())
+            # With FSDP or ZeRO-3 a rank with an image waits for the weights of all others.
+            wrappers = [module for module in self._root.modules() if isinstance(module, FullyShardedDataParallel)]
+            wrapped = {part for wrapper in wrappers for part in wrapper.modules()}
+            self._towers_are_sharded = any(
+                not wrapped.isdisjoint(tower.modules())
+                or len(dict(replicated_parameters(tower))) < len(list(tower.parameters()))
+                for tower in self.towers.values()
+            )
             vars(self).pop("_outside_text", None)
         if self._towers_are_sharded:
             return True
@@ -349,15 +355,3 @@ class ConfigFacts:
 
 def _checksum(value: object) -> str:
     return f"{zlib.crc32(repr(value).encode()):08x}"
-
-
-def are_sharded(model: nn.Module, towers: Collection[nn.Module]) -> bool:
-    """Returns whether weights of a model's towers are sharded (FSDP, ZeRO-3). If so, a rank with an image waits for
-    the weights of all others."""
-    wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-    wrapped = {part for wrapper in wrappers for part in wrapper.modules()}
-    return any(
-        not wrapped.isdisjoint(tower.modules())
-        or len(dict(replicated_parameters(tower))) < len(list(tower.parameters()))
-        for tower in towers
-    )
