@@ -22,14 +22,14 @@ import numpy as np
 from distca_hf.analysis.memory import SHARDING_NAMES
 from distca_hf.analysis.models import ModelSize, SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, profile_of_device
-from distca_hf.analysis.profiles.curves import FloatArray, Notes
+from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.report.figures import MemoryBar, OfRanks, Report, Seconds, StepFigures, Table, in_nodes
 from distca_hf.analysis.report.straggler import balance_in_words, most_telling
 from distca_hf.analysis.simulate.costs import Costs, Tiles
 from distca_hf.analysis.tables import PART_NAMES
 from distca_hf.cost import CAUSAL_MASK, Heads, Mask
 from distca_hf.errors import first_line
-from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace
+from distca_hf.traces import HeadSizes, ModelSizes, RankTrace
 
 
 @dataclass
@@ -122,8 +122,14 @@ class Predictor:
             heads = next((heads for heads in model.heads if heads.window_tokens == window), model.heads[0])
             is_full = not window or window >= traces[0].longest_document_tokens
             mask = CAUSAL_MASK if is_full else Mask(window, kinds[0].chunked)
-            seconds = _of_kind(self._costs(profile, model, heads), kinds, mask, model)
-            total += kinds[0].layers * seconds
+            rows = [(place, *task) for place, kind in enumerate(kinds) for task in kind.tasks or ()]
+            place, queries, before, one_group = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+            remote = np.zeros(len(rows), dtype=bool)  # who holds them makes no difference to kernels
+            tiles = Tiles.of_tasks(mask, place, queries, before, one_group.astype(bool), remote)
+            passes = self._costs(profile, model, heads).seconds(tiles)
+            seconds = passes.forward * (1 + model.recomputes_attention) + passes.backward
+            unknown = np.array([np.nan if kind.tasks is None else 0.0 for kind in kinds])
+            total += kinds[0].layers * (unknown + np.bincount(tiles.rank, seconds, len(kinds)))
         return [None if np.isnan(one) else float(one) for one in total]
 
     def _costs(self, profile: ClusterProfile, model: ModelSizes, heads: HeadSizes) -> Costs:
@@ -142,19 +148,6 @@ class Predictor:
         simulated = SimulatedModel("", of_layer, size=size)
         self._made[key] = costs = Costs(profile, simulated, model.liger, self.notes, model.tensor_ranks)
         return costs
-
-
-def _of_kind(costs: Costs, kinds: Sequence[LayersTrace], mask: Mask, model: ModelSizes) -> FloatArray:
-    """Returns `[traces]` seconds of attention in a layer of one kind; NaN if its tasks are not known."""
-    rows = [(place, *task) for place, kind in enumerate(kinds) for task in kind.tasks or ()]
-    place, queries, before, one_group = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    remote = np.zeros(len(rows), dtype=bool)  # who holds them makes no difference to kernels
-    tiles = Tiles.of_tasks(mask, place, queries, before, one_group.astype(bool), remote)
-    passes = costs.seconds(tiles)
-    seconds = passes.forward * (1 + model.recomputes_attention) + passes.backward
-    unknown = np.array([np.nan if kind.tasks is None else 0.0 for kind in kinds])
-    total: FloatArray = unknown + np.bincount(tiles.rank, seconds, len(kinds))
-    return total
 
 
 # Fields by which the JSON of `distca plan` is known, without and with --batch-size.
