@@ -98,28 +98,8 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
         ranks = topology.ranks_of(node)
         of_node = order[ranks.start : ranks.stop]
         order[ranks.start : ranks.stop] = of_node[_matched(common[of_node, ranks.start : ranks.stop])]
-    return _numbered(placed, order, np.argsort(node_order), per_node)
-
-
-def _matched(common: IntArray) -> IntArray:
-    """Returns `[ranks]` the placed rank that each home rank takes, from `[placed ranks, home ranks]` tokens in common.
-    Pairs with the most are matched first."""
-    pairs = np.argwhere(common)
-    order, free = np.full(len(common), -1), np.ones(len(common), dtype=bool)
-    for placed, home in pairs[np.argsort(-common[tuple(pairs.T)], kind="stable")].tolist():
-        if free[placed] and order[home] < 0:
-            order[home], free[placed] = placed, False
-    order[order < 0] = np.flatnonzero(free)
-    return order
-
-
-def _numbered(placed: Layout, order: IntArray, new_node: IntArray, per_node: int) -> Layout:
-    """Returns a layout whose rank r is rank `order[r]` of another one.
-
-    Args:
-        new_node: `[full nodes]` node that takes the ranks of each full node.
-        per_node: ranks of a full node.
-    """
+    # 3. The layout whose rank r is rank `order[r]` of the placed one.
+    new_node = np.argsort(node_order)  # of each full node
     counts = np.diff(placed.rank_segments)[order]
     segments = ranges(placed.rank_segments[order], counts)
 
@@ -143,3 +123,15 @@ def _numbered(placed: Layout, order: IntArray, new_node: IntArray, per_node: int
             for stripe in placed.stripes
         ),
     )
+
+
+def _matched(common: IntArray) -> IntArray:
+    """Returns `[ranks]` the placed rank that each home rank takes, from `[placed ranks, home ranks]` tokens in common.
+    Pairs with the most are matched first."""
+    pairs = np.argwhere(common)
+    order, free = np.full(len(common), -1), np.ones(len(common), dtype=bool)
+    for placed, home in pairs[np.argsort(-common[tuple(pairs.T)], kind="stable")].tolist():
+        if free[placed] and order[home] < 0:
+            order[home], free[placed] = placed, False
+    order[order < 0] = np.flatnonzero(free)
+    return order

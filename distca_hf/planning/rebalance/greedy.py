@@ -14,7 +14,6 @@ from distca_hf.layout import Topology
 from distca_hf.planning.rebalance.donors import Donors, Prices
 from distca_hf.planning.rebalance.head_stacks import (
     Column,
-    CommonCut,
     Cut,
     Stack,
     Terms,
@@ -208,47 +207,29 @@ class GreedyMoves:
         stacks = self.donors.longest(giver, LONGEST_STACKS)
         common_cut = common_cut_of(stacks, surplus, self.donors.mask)
         with_room = takers[-RANKS_WITH_ROOM:]
+        prices, token_bytes, spare_room = self._prices, self._token_bytes, self._spare_room
         best: tuple[Stack, Cut, int] | None = None
         price_limit = float("inf")
         offered = 0
         for stack in stacks:
-            found = self._cheapest_of(stack, surplus, common_cut, with_room, room, tile_tokens, price_limit)
-            if found is not None:
-                best = stack, *found
-                price_limit = found[0].price_per_work
+            source, whole_head = giver, 0.0
+            if stack.start:
+                source = next(iter(stack.holders))  # most keys come from the document's beginning
+                keys = stack.start - tokens_held(stack.holders.get(giver, []), 0, stack.start)
+                whole_head = keys * prices.of_keys(source, giver, token_bytes)
+            before: tuple[Terms, list[Column]] | None = None
+            for amount, rank, columns in self._offers(stack, with_room, room):
+                query, key = prices.of_queries(giver, rank, token_bytes), prices.of_keys(source, rank, token_bytes)
+                terms = Terms(min(surplus, amount), surplus < amount, query, key, whole_head)
+                if (terms, columns) == before:  # the same cut for the same price
+                    continue
+                before = terms, columns
+                cut = cheapest_cut(columns, stack, terms, tile_tokens, common_cut, spare_room, price_limit)
+                if cut is not None:
+                    best, price_limit = (stack, cut, rank), cut.price_per_work
             offered += stack.pairs_left()
             if offered >= ENOUGH * surplus:
                 break
-        return best
-
-    def _cheapest_of(
-        self,
-        stack: Stack,
-        surplus: float,
-        common_cut: CommonCut,
-        with_room: list[tuple[float, int]],
-        room: Amounts,
-        tile_tokens: int,
-        price_limit: float,
-    ) -> tuple[Cut, int] | None:
-        """Finds the cut of a stack with the lowest price for its work, and its taker; None above the price limit."""
-        owner, prices, token_bytes, spare_room = stack.rank, self._prices, self._token_bytes, self._spare_room
-        source, whole_head = owner, 0.0
-        if stack.start:
-            source = next(iter(stack.holders))  # most keys come from the document's beginning
-            keys = stack.start - tokens_held(stack.holders.get(owner, []), 0, stack.start)
-            whole_head = keys * prices.of_keys(source, owner, token_bytes)
-        best: tuple[Cut, int] | None = None
-        before: tuple[Terms, list[Column]] | None = None
-        for amount, rank, columns in self._offers(stack, with_room, room):
-            query, key = prices.of_queries(owner, rank, token_bytes), prices.of_keys(source, rank, token_bytes)
-            terms = Terms(min(surplus, amount), surplus < amount, query, key, whole_head)
-            if (terms, columns) == before:  # the same cut for the same price
-                continue
-            before = terms, columns
-            cut = cheapest_cut(columns, stack, terms, tile_tokens, common_cut, spare_room, price_limit)
-            if cut is not None:
-                best, price_limit = (cut, rank), cut.price_per_work
         return best
 
     def _offers(self, stack: Stack, with_room: list[tuple[float, int]], room: Amounts) -> Iterator[Offer]:
