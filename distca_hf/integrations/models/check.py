@@ -15,7 +15,7 @@ call with an unknown argument is refused, and in the first forward pass every at
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from distca_hf.integrations.models.structure import (
     attention_layers,
     backbone_of,
     forward_names,
+    keyword_passed,
     passes_keywords_on,
     takes_shift_labels,
     text_decoder,
@@ -210,14 +211,8 @@ def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]
         yield "alibi=True: attention bias is not computed"
     if getattr(config, "is_causal", True) is False:
         yield "config.is_causal=False: its masks are not causal"
-    dropped: dict[str, float] = {}
     layers = attention_layers(model)
-    for name, module in layers.items():
-        dropout = getattr(module, "attention_dropout", None)
-        dropout = getattr(module, "attn_dropout", None) if dropout is None else dropout
-        share = getattr(dropout, "p", dropout)
-        if isinstance(share, float | int) and share > 0:
-            dropped[name] = float(share)
+    dropped = {name: share for name, module in layers.items() if (share := _dropout(module)) > 0}
     if dropped:
         name, share = next(iter(dropped.items()))
         more = len(dropped) - 1
@@ -230,6 +225,31 @@ def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]
         share = getattr(config, name, None)
         if isinstance(share, float | int) and share > 0:
             yield f"{name}={share} leaves out other layers on every rank; set it to 0"
+
+
+class _InTraining:
+    """A module's attributes as in training."""
+
+    training = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._module, name)
+
+
+def _dropout(layer: nn.Module) -> float:
+    """Returns the dropout of an attention layer: what its own forward passes on in training, if that can be read."""
+    passed = keyword_passed(type(layer), "attention_interface", "dropout")  # type: ignore[arg-type]
+    dropout: Any
+    if passed is not None:
+        dropout = passed(cast(nn.Module, _InTraining(layer)))
+    else:
+        dropout = getattr(layer, "attention_dropout", None)
+        dropout = getattr(layer, "attn_dropout", None) if dropout is None else dropout
+    share = getattr(dropout, "p", dropout)
+    return float(share) if isinstance(share, float | int) else 0.0
 
 
 def loses_shift_labels(model: PreTrainedModel) -> bool:

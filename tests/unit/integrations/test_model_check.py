@@ -155,6 +155,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
         ["is_causal=False", "model.layers.0.self_attn"],
     ),
     "Llama looking both ways": (LlamaConfig(is_causal=False, **GROUPED), ["config.is_causal=False", "not causal"]),
+    "BERT with dropout": (BertConfig(is_decoder=True, **PLAIN), ["attention dropout 0.1", "bert.encoder.layer.0"]),
     "BERT as encoder": (BertConfig(is_decoder=False, **BERT), ["is_causal=False", "bert.encoder.layer.0"]),
     "GPT-2 with cross-attention": (
         GPT2Config(add_cross_attention=True, **GPT2),
