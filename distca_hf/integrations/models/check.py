@@ -212,11 +212,11 @@ def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]
     if getattr(config, "is_causal", True) is False:
         yield "config.is_causal=False: its masks are not causal"
     layers = attention_layers(model)
-    dropped = {name: share for name, module in layers.items() if (share := _dropout(module)) > 0}
+    dropped = {name: dropout for name, module in layers.items() if (dropout := _dropout(module)) > 0}
     if dropped:
-        name, share = next(iter(dropped.items()))
+        name, dropout = next(iter(dropped.items()))
         more = len(dropped) - 1
-        yield f"attention dropout {share} is not computed; set it to 0 ({name} and {more} more layers)"
+        yield f"attention dropout {dropout} is not computed; set it to 0 ({name} and {more} more layers)"
     others = [name for name, module in layers.items() if getattr(module, "is_causal", True) is False]
     if others:
         yield f"attention is not causal (is_causal=False) ({others[0]} and {len(others) - 1} more layers)"
