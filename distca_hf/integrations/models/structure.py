@@ -44,10 +44,17 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     get_base_model = getattr(model, "get_base_model", None)
     inner = model if get_base_model is None else get_base_model()
     if not isinstance(inner, PreTrainedModel):
+        parts = (
+            f"{name!r}, a {type(part).__name__}"
+            for name, part in inner.named_modules()
+            if isinstance(part, PreTrainedModel)
+        )
+        found = next(parts, None)
+        take = "load it with from_pretrained or from_config" if found is None else f"take its part {found}"
         raise UnsupportedAttentionError(
-            f"{type(inner).__name__} is not a Transformers model; load it with from_pretrained or from_config, and "
-            "give it to enable and plugin.dataloader as it was before DDP, FSDP, torch.compile or prepare wrapped it "
-            "(accelerator.unwrap_model)"
+            f"{type(inner).__name__} is not a Transformers model; {take}, and give it to enable and plugin.dataloader "
+            "as it was before DDP, FSDP, torch.compile or prepare wrapped it (accelerator.unwrap_model). A Trainer of "
+            "a module around an enabled model needs no attach"
         )
     return inner
 

@@ -386,12 +386,17 @@ def test_model_whose_heads_cannot_be_read_is_refused_with_the_reason(error: type
 
 
 @pytest.mark.parametrize(
-    "wrap", [nn.Identity, lambda: nn.DataParallel(tiny_model()), lambda: nn.Sequential(tiny_model())]
+    ("wrap", "take"),
+    [
+        (nn.Identity, "load it with from_pretrained"),
+        (lambda: nn.DataParallel(tiny_model()), "take its part 'module', a LlamaForCausalLM"),
+        (lambda: nn.Sequential(tiny_model()), "take its part '0', a LlamaForCausalLM"),
+    ],
 )
-def test_module_that_is_no_transformers_model_is_refused(wrap: Any) -> None:
+def test_module_that_is_no_transformers_model_is_refused(wrap: Any, take: str) -> None:
     model = wrap()
     with pytest.raises(
-        UnsupportedAttentionError, match=f"{type(model).__name__} is not a Transformers model; .* wrapped"
+        UnsupportedAttentionError, match=f"{type(model).__name__} is not a Transformers model; {take}.* wrapped"
     ):
         distca_hf.enable(model, DistCAPlugin())
 
