@@ -11,6 +11,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import distca_hf
 from distca_hf.batches import agreement as facts
+from distca_hf.integrations.models.forward_watch import watch_of
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
@@ -69,6 +70,48 @@ def test_packs_may_come_from_worker_processes(tmp_path: Path) -> None:
     (usual, _), (same, _) = (run_ranks(2, _train, tmp_path / f"{workers}", tmp_path, workers) for workers in (0, 1))
 
     assert same == usual
+
+
+class WithHead(torch.nn.Module):
+    """A model of the program's own, around one of Transformers."""
+
+    def __init__(self, implementation: str) -> None:
+        super().__init__()
+        self.inner = tiny_model(implementation=implementation, num_hidden_layers=1)
+        self.head = torch.nn.Linear(self.inner.config.hidden_size, 1)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        # With a cache, Transformers does not tell documents of a pack apart.
+        states = self.inner.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return {"loss": (self.head(states)[..., 0] - labels.abs().sqrt()).square().mean()}
+
+
+def _train_a_module(folder: Path, implementation: str) -> tuple[list[float], bool]:
+    """Losses of this rank, and whether rows crossed."""
+    usual = _trainer(folder, "sdpa")
+    torch.manual_seed(0)
+    model = WithHead(implementation)
+    if implementation == "distca":
+        distca_hf.enable(model.inner, distca_hf.DistCAPlugin())
+    trainer = Trainer(
+        model=model, args=usual.args, train_dataset=usual.train_dataset, data_collator=usual.data_collator
+    )
+    trainer.train()
+    watch = watch_of(model.inner)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return losses, watch is not None and watch.planner.latest_moves.crosses
+
+
+def test_trainer_of_a_module_around_an_enabled_model_needs_no_attach(tmp_path: Path) -> None:
+    for (losses, crosses), (expected, _) in zip(
+        run_ranks(2, _train_a_module, tmp_path / "distca", tmp_path, "distca"),
+        run_ranks(2, _train_a_module, tmp_path / "sdpa", tmp_path, "sdpa"),
+        strict=True,
+    ):
+        assert crosses
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def _train_detached(folder: Path) -> tuple[list[float], list[float]]:
