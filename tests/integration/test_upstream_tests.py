@@ -5,6 +5,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import transformers
@@ -60,13 +61,6 @@ class TestFake:
     def test_eager_matches_sdpa_inference_00_fp16_pad(self, distca):
         pass
 """
-PASSING_TESTS = """
-def test_passes():
-    pass
-
-def test_sdpa_padding():
-    pass
-"""
 
 
 @pytest.fixture
@@ -121,7 +115,9 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path)
     for fault in faults:
         assert f"FAILS WITH DISTCA ALONE fake, models: TestFake::{fault}" in told
     assert told.count("FAILS WITH DISTCA ALONE") == len(faults)
+    assert "fake, models, sdpa: {" in told
     assert "fake, attention, distca: {'passed': 1}" in told
+    assert "fake, attention, sdpa: {" not in told
     text = page.read_text()
     assert text.startswith("# Models\n\nA table.\n\n## Transformers' own tests\n\n")
     assert "| models | 1 | 1 | 1 | 2 | 1 |" in text
@@ -130,12 +126,24 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path)
     assert text.endswith("\n\n## More\n\nKept.\n")
 
 
-def test_tests_that_pass_make_the_command_succeed(tmp_path: Path) -> None:
-    tree = make_tree(tmp_path, models__fake__test_modeling_fake=PASSING_TESTS)
-    printed = run_script("--transformers", tree)
-    assert "fake, models, distca: {'passed': 1}" in printed
-    assert "fake, attention, distca: {'passed': 1}" in printed
-    assert "sdpa:" not in printed
+def test_tests_that_pass_make_the_command_succeed(
+    scripts: None, outcomes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them runs with sdpa."""
+    command, ran = importlib.import_module("upstream_tests"), list[str]()
+
+    def run_suite(project: object, folder: Path, family: str, suite: str, attention: str, tests: object) -> Any:
+        ran.append(f"{suite}, {attention}")
+        return {"test_passes": outcomes.Outcome("passed")}
+
+    monkeypatch.setattr(command, "run_suite", run_suite)
+    tree = make_tree(tmp_path, models__fake__test_modeling_fake="")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--families", "fake", "--transformers", str(tree)])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+
+    assert ended.value.code == 0
+    assert ran == ["models, distca", "attention, distca"]
 
 
 def test_process_that_dies_is_no_result(tmp_path: Path) -> None:

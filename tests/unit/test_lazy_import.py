@@ -10,7 +10,7 @@ import pytest
 
 import distca_hf
 from distca_hf import errors, when_imported
-from support.forked import run_forked, run_fresh
+from support.forked import run_fresh
 
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets")
@@ -36,23 +36,6 @@ def test_launcher_packing_and_planning_import_neither_torch_nor_transformers() -
     *imported, has_transformers = run_fresh(program + refused).splitlines()
     assert dict(zip(statements, imported, strict=True)) == dict.fromkeys(statements, "[]")
     assert has_transformers == "False"
-
-
-REGISTERED = """
-from transformers import AttentionInterface, AttentionMaskInterface
-print("distca" in AttentionInterface(), "distca" in AttentionMaskInterface())
-"""
-
-
-def test_distca_is_registered_whichever_package_is_imported_first() -> None:
-    """Attention and mask, in processes of their own: registration hangs on the order of imports."""
-    orders = {
-        "distca_hf first": "import distca_hf\nimport transformers",
-        "transformers first": "from transformers import PreTrainedModel\nimport distca_hf",
-    }
-    printed = run_forked(*(order + REGISTERED for order in orders.values()))
-
-    assert dict(zip(orders, printed, strict=True)) == dict.fromkeys(orders, "True True")
 
 
 @pytest.mark.parametrize("name", distca_hf.__all__)
