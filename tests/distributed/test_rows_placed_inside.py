@@ -333,7 +333,7 @@ def test_passes_with_a_plan_do_not_ask_the_device_for_documents(tmp_path: Path) 
         assert sought == dict.fromkeys(kinds, (0, 1))
 
 
-def _lines_with_hooks() -> list[str]:
+def _lines_with_hooks(adds: str) -> list[str]:
     """Warnings in steps without a hook of the program, and with one inside the decoder."""
     logging.getLogger("distca_hf").addHandler(kept := KeptLines())
     kept.setLevel(logging.WARNING)
@@ -341,16 +341,17 @@ def _lines_with_hooks() -> list[str]:
     wrapped = nn.parallel.DistributedDataParallel(model)
     for step in range(8):
         if step == 2:
-            model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: None)
+            getattr(model.model.layers[1].mlp, adds)(lambda module, args, output: None)
         own_loss(wrapped, packed(LENGTHS[dist.get_rank()], step)).backward()
         kept.lines.append(f"step {step}")
     return kept.lines
 
 
-def test_hook_inside_the_decoder_brings_one_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adds", ["register_forward_hook", "register_full_backward_hook"])
+def test_hook_inside_the_decoder_brings_one_warning(adds: str, tmp_path: Path) -> None:
     """It sees tokens of all ranks: a loss that it computes would change."""
     steps = [f"step {number}" for number in range(8)]
-    first, second = run_ranks(2, _lines_with_hooks, tmp_path)
+    first, second = run_ranks(2, _lines_with_hooks, tmp_path, adds)
 
     assert second == steps
     warning = next(line for line in first if line not in steps)

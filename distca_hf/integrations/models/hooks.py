@@ -103,9 +103,19 @@ class BackboneCalls:
         return self._end(self._root, args, kwargs, output)
 
 
+def hooks_of(part: nn.Module) -> list[object]:
+    """Returns the hooks of a module that run in forward and backward passes."""
+    found = list[object]()
+    for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+        if hooks:
+            found += hooks.values()
+    return found
+
+
 def unknown_hook(part: nn.Module) -> str:
-    """Returns the Python module of a hook that may read or change results; empty if a module has none."""
-    for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+    """Returns the Python module of a hook that may read or change results, or their gradients; empty if a module has
+    none."""
+    for hook in hooks_of(part):
         function = getattr(hook, "func", hook)  # of a partial
         module: str = getattr(function, "__module__", None) or type(function).__module__
         if module.partition(".")[0] not in KNOWN_HOOKS:

@@ -35,7 +35,7 @@ from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import loses_shift_labels
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN, DecoderBorders
-from distca_hf.integrations.models.hooks import KNOWN_HOOKS, unknown_hook
+from distca_hf.integrations.models.hooks import KNOWN_HOOKS, hooks_of, unknown_hook
 from distca_hf.integrations.models.structure import syntax_of, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PassRows
@@ -122,10 +122,7 @@ class PlacedLoss:
             around = dict.fromkeys((self._root, self._model, self._head))
             self._around = [part for part in around if part is not None]
         # Inspecting hooks takes long, and most passes have those of the pass before.
-        hooks = list[object]()
-        for part in self._around:
-            hooks += part._forward_hooks.values()
-            hooks += part._forward_pre_hooks.values()
+        hooks = [hook for part in self._around for hook in hooks_of(part)]
         if hooks != self._hooks:
             self._hooks, self._hooked = hooks, next(filter(None, map(unknown_hook, self._around)), "")
         return f"a hook of {self._hooked} may read logits or the loss" if self._hooked else ""

@@ -158,7 +158,8 @@ class Sharing:
             self._modules = list(self._root.modules())
             self._children = [child for module in self._modules for child in module._modules.values()]
         for module in self._modules:
-            if (module._forward_hooks or module._forward_pre_hooks) and (written := unknown_hook(module)):
+            forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
+            if (forward or backward or module._backward_pre_hooks) and (written := unknown_hook(module)):
                 return f"a hook of {written} on a {type(module).__name__} may compute something of each row"
             if is_training and module.training and isinstance(module, OVER_ROWS):
                 return f"a {type(module).__name__} computes from all rows or images of the batch"
