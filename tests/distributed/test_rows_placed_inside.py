@@ -333,29 +333,50 @@ def test_passes_with_a_plan_do_not_ask_the_device_for_documents(tmp_path: Path) 
         assert sought == dict.fromkeys(kinds, (0, 1))
 
 
-def _lines_with_hooks(adds: str) -> list[str]:
-    """Warnings in steps without a hook of the program, and with one inside the decoder."""
+class Scaled(nn.Module):
+    """A module of the program around a module of the decoder."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(hidden_states)
+
+
+def _lines_with_readers(adds: str) -> list[str]:
+    """Warnings in steps without a hook or module of the program, and with one inside the decoder."""
     logging.getLogger("distca_hf").addHandler(kept := KeptLines())
     kept.setLevel(logging.WARNING)
     model = distca_hf.enable(tiny()("distca"), distca_hf.DistCAPlugin())
     wrapped = nn.parallel.DistributedDataParallel(model)
     for step in range(8):
         if step == 2:
-            getattr(model.model.layers[1].mlp, adds)(lambda module, args, output: None)
+            if adds == "module":
+                model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
+            else:
+                getattr(model.model.layers[1].mlp, adds)(lambda module, args, output: None)
         own_loss(wrapped, packed(LENGTHS[dist.get_rank()], step)).backward()
         kept.lines.append(f"step {step}")
     return kept.lines
 
 
-@pytest.mark.parametrize("adds", ["register_forward_hook", "register_full_backward_hook"])
-def test_hook_inside_the_decoder_brings_one_warning(adds: str, tmp_path: Path) -> None:
-    """It sees tokens of all ranks: a loss that it computes would change."""
+READERS = {
+    "register_forward_hook": "a hook of test_rows_placed_inside on layers.1.mlp in LlamaForCausalLM sees",
+    "register_full_backward_hook": "a hook of test_rows_placed_inside on layers.1.mlp in LlamaForCausalLM sees",
+    "module": "layers.1.mlp, a Scaled of test_rows_placed_inside, in LlamaForCausalLM sees",
+}
+
+
+@pytest.mark.parametrize("adds", READERS)
+def test_what_may_read_tokens_of_all_ranks_brings_one_warning(adds: str, tmp_path: Path) -> None:
+    """It is inside the decoder: a loss that a hook computes would change, and means over tokens."""
     steps = [f"step {number}" for number in range(8)]
-    first, second = run_ranks(2, _lines_with_hooks, tmp_path, adds)
+    first, second = run_ranks(2, _lines_with_readers, tmp_path, adds)
 
     assert second == steps
     warning = next(line for line in first if line not in steps)
-    assert warning.startswith("a hook of test_rows_placed_inside on layers.1.mlp of LlamaForCausalLM sees")
+    assert warning.startswith(READERS[adds])
     assert first == [*steps[:3], warning, *steps[3:]]
 
 

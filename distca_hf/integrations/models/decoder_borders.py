@@ -24,7 +24,7 @@ from distca_hf.comm.agreement import REMEDIES, Agreement, Announced, Occasion, b
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.models.counted_rows import CountedRows, tempers_queries
-from distca_hf.integrations.models.hooks import Hook, unknown_hook
+from distca_hf.integrations.models.hooks import Hook, unknown_class, unknown_hook
 from distca_hf.integrations.models.structure import attention_layers, backbone_of, names_by_position, text_decoder
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.runtime.live_plan import LivePlan
@@ -98,7 +98,7 @@ class DecoderBorders:
         self._is_open, self._image_tokens = False, 0
         self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
-        self._crossings, self._hook_told = 0, False
+        self._crossings, self._has_warned = 0, False
 
     def enter(self) -> None:
         """Adds the hooks. If the decoder is the whole model, they run after the hook that plans its batch, and before
@@ -168,7 +168,7 @@ class DecoderBorders:
         tokens = tokens_of(given)
         batch_size, length = tokens.shape
         if moves.on_host.crosses:
-            self._warn_of_hooks()
+            self._warn_of_readers()
         rows = PassRows(
             moves,
             among_trainers(plan.transport),
@@ -264,24 +264,31 @@ class DecoderBorders:
             self._columns.clear()
         return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, facts, plan))
 
-    def _warn_of_hooks(self) -> None:
-        """Warns once of a hook inside the decoder, which may compute something of rows that are not of its batch.
-        Looks in the first, second, fourth ... pass in which rows cross, because programs add hooks late."""
+    def _warn_of_readers(self) -> None:
+        """Warns once of a hook or module inside the decoder that may compute something of several tokens, since these
+        are not those of its batch. Looks in the first, second, fourth ... pass in which rows cross, because programs
+        add hooks late."""
         self._crossings += 1
-        if self._hook_told or not is_due(self._crossings):
+        if self._has_warned or not is_due(self._crossings):
             return
         for name, module in self._decoder.named_modules():
-            if module is not self._decoder and (written := unknown_hook(module)):
-                self._hook_told = True
-                log.warning(
-                    "a hook of %s on %s of %s sees tokens that come from all ranks, as [1, tokens, ...] without "
-                    "padding: if it reads them, this changes its results. Read hidden states that return to the rows "
-                    "of the batch instead (output_hidden_states=True)",
-                    written,
-                    name,
-                    self._class_name,
-                )
-                return
+            if module is self._decoder:
+                continue
+            if written := unknown_hook(module):
+                reader = f"a hook of {written} on {name}"
+            elif (found := unknown_class(module)) is not None:
+                reader = f"{name}, a {found.__name__} of {found.__module__},"
+            else:
+                continue
+            self._has_warned = True
+            log.warning(
+                "%s in %s sees tokens that come from all ranks, as [1, tokens, ...] without padding: if it computes "
+                "something of several tokens, this changes its results. Read hidden states that return to the rows of "
+                "the batch instead (output_hidden_states=True)",
+                reader,
+                self._class_name,
+            )
+            return
 
     def _check_known(self, given: Batch, where: str) -> None:
         """Checks that masks are of causal documents, that every tensor of tokens has one value per token, and that

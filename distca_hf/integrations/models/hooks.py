@@ -22,6 +22,12 @@ from distca_hf.torch_private import hidden_from_dynamo
 Keywords = dict[str, Any]
 # Packages whose hooks do not read the results of a pass: they gather weights, or are ours.
 KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers", "trl"})
+# Packages whose modules inside a decoder are known: they compute every token by itself, or the model check knows them.
+KNOWN_MODULES = KNOWN_HOOKS.union(
+    ("abc", "builtins", "typing"),  # of Python's own base classes
+    ("auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "gptqmodel", "hqq", "optimum", "torchao"),
+    ("apex", "causal_conv1d", "fla", "flash_attn", "kernels", "liger_kernel", "mamba_ssm", "transformer_engine"),
+)
 
 
 class Hook:
@@ -121,3 +127,8 @@ def unknown_hook(part: nn.Module) -> str:
         if module.partition(".")[0] not in KNOWN_HOOKS:
             return module
     return ""
+
+
+def unknown_class(part: nn.Module) -> type | None:
+    """Returns the class of an unknown package that a module has or is derived from; None if there is none."""
+    return next((one for one in type(part).__mro__ if one.__module__.partition(".")[0] not in KNOWN_MODULES), None)

@@ -21,7 +21,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.beginnings import IMAGES
 from distca_hf.batches.image_plans import ImageCost
 from distca_hf.batches.images import CHOICES, KNOWN, OUTPUTS, SIZES, PixelForm, PixelKind
-from distca_hf.integrations.models.sharing import OVER_ROWS
+from distca_hf.integrations.models.mixers import OVER_ROWS
 from distca_hf.integrations.models.structure import (
     backbone_of,
     forward_names,

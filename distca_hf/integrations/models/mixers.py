@@ -27,6 +27,8 @@ from distca_hf.integrations.models.structure import attention_layers, source_of,
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
 # Lowest Transformers whose mixers call functions by known names, which lets their states travel.
 LOWEST_STATES = "5.15"
+# Modules that compute from all rows of a batch, and from their padding.
+OVER_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Names of states in Transformers' classes, as attributes or in a cache.
 STATE = re.compile(r"(conv|conv1d|recurrent|ssm|linear)_(states?|cache)\b")
 
@@ -78,13 +80,13 @@ def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator
         if part not in inside and not isinstance(part, PreTrainedModel) and _mixes_tokens(part, attention, inside)
     ]
     if others:
-        yield f"{others[0]} (and {len(others) - 1} more) mixes neighbouring tokens"
+        yield f"{others[0]} (and {len(others) - 1} more) mixes tokens, or computes from all rows of a batch"
 
 
 def _mixes_tokens(part: nn.Module, attention: set[nn.Module], mixers: set[nn.Module]) -> bool:
-    """Returns whether a module that is not a mixer convolves or carries a state. A module that holds attention or a
-    mixer may name its states."""
-    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase):
+    """Returns whether a module that is not a mixer convolves, carries a state or computes from all rows. A module that
+    holds attention or a mixer may name its states."""
+    if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.RNNBase, *OVER_ROWS)):
         return True
     inside = set(part.modules())
     return attention.isdisjoint(inside) and mixers.isdisjoint(inside) and _carries_state(type(part))  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from distca_hf.errors import PackingError
 from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
 from distca_hf.integrations.models.hooks import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.mixer_calls import MixerWatch
+from distca_hf.integrations.models.mixers import OVER_ROWS
 from distca_hf.integrations.models.structure import backbone_of, text_decoder, towers, transformers_model
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.prefixes import LEAST_SAVED, never_shared
@@ -37,8 +38,6 @@ RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "mm_token_type_ids", "labels", "shift_labels"}
 # Further entries of multimodal batches: images, and a number for all rows.
 OF_IMAGES = {*VALUES, *OF_ITEMS, "num_items_in_batch"}
-# Modules that compute means over rows or images.
-OVER_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Types of entries that are for all rows.
 SINGLE = (bool, int, float, str, torch.dtype, NoneType)
 # Why documents of one rank share nothing, without the share that they would save.

@@ -205,7 +205,7 @@ def test_a_loss_of_its_own_is_refused_in_placed_batches_alone() -> None:
 STRANGE = {
     "StrangeForCausalLM": "",
     "RollingForCausalLM": "tokens see each other otherwise than by attention",
-    "ConvolvingForCausalLM": "model.layers.0.mlp.conv (and 31 more) mixes neighbouring tokens",
+    "ConvolvingForCausalLM": "model.layers.0.mlp.conv (and 31 more) mixes tokens, or computes from all rows",
     "BiasedForCausalLM": "score_bias",
 }
 

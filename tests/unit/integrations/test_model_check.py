@@ -291,6 +291,13 @@ def test_loss_that_reads_padding_is_refused_for_own_batches_too() -> None:
         check_model(model, LONGEST_TOKENS, given_batches=True)
 
 
+def test_norm_over_rows_is_refused() -> None:
+    model = build(LlamaConfig(**GROUPED))
+    model.model.layers[1].mlp.norm = nn.BatchNorm1d(4)
+
+    assert "model.layers.1.mlp.norm (and 0 more) mixes tokens, or computes from all rows of a batch" in refusal(model)
+
+
 def test_all_reasons_are_told_at_once() -> None:
     message = refusal(build(MistralConfig(sliding_window=0, attention_dropout=0.5, **GROUPED)))
 
