@@ -10,8 +10,9 @@ reader and number.
 
 import inspect
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -32,7 +33,9 @@ MOST_FACT_CHARACTERS = 160
 # Most files of a list whose sizes are asked for, and most tables of which rows are read, spread over it.
 MOST_FILES, MOST_TABLES = 256, 16
 # Part of `datasets` that forgets the rows that it holds when its state is loaded.
-SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
+SHUFFLE_BUFFERS = ("BufferShuffledExamplesIterable",)
+# Parts that count the rows of the whole stream.
+COUNTING_STEPS = ("TakeExamplesIterable", "SkipExamplesIterable")
 
 
 class Stream(Protocol):
@@ -117,7 +120,7 @@ class StreamSource:
             self._reads_tables = stream._ex_iterable.iter_arrow is not None and not decoded
             self._files = _checksum([*_sources_of(stream._ex_iterable)])
         # Whether the stream loses no rows when its state is loaded.
-        self.saves_position = not _has_buffer(getattr(stream, "_ex_iterable", None))
+        self.saves_position = not _has_step(getattr(stream, "_ex_iterable", None), SHUFFLE_BUFFERS)
         if not self.saves_position:
             log.info("the stream has a shuffle buffer: a resumed training reads it from the beginning of its pass")
 
@@ -144,20 +147,35 @@ class StreamSource:
         return steps if self._shuffle else {"epoch of the stream": str(stream.epoch), **steps}
 
     def log_division(self, num_readers: int) -> None:
-        """Warns if there are too few shards, so that each reader reads all of them."""
+        """Warns if each reader reads the whole stream: it has too few shards, or steps that count rows."""
         stream: Any = self._stream
-        if self.is_divided_here and num_readers > 1 and self._strategy(num_readers) != "shards":
+        if not self.is_divided_here or num_readers == 1 or self._strategy(num_readers) == "shards":
+            return
+        if self._counts_rows:
             log.warning(
-                "the stream has %d shards for %d readers: each reads all of them and keeps every %d-th row. Give it "
-                "%d shards or more, a multiple if datasets is older than 5.2 (stream.reshard(), num_shards=...)",
-                *(stream.num_shards, num_readers, num_readers, num_readers),
+                "the stream counts rows (take, skip): each of %d readers reads all of them and keeps every %d-th row",
+                *(num_readers, num_readers),
             )
+            return
+        log.warning(
+            "the stream has %d shards for %d readers: each reads all of them and keeps every %d-th row. Give it "
+            "%d shards or more, a multiple if datasets is older than 5.2 (stream.reshard(), num_shards=...)",
+            *(stream.num_shards, num_readers, num_readers, num_readers),
+        )
+
+    @cached_property
+    def _counts_rows(self) -> bool:
+        """Returns whether the stream has `take` or `skip`. With shards for each reader, `datasets` would take or skip
+        a part of the number in every reader: other rows than in one process, also rows that evaluation has taken."""
+        return _has_step(getattr(self._stream, "_ex_iterable", None), COUNTING_STEPS)
 
     def _strategy(self, num_readers: int) -> str:
-        """Returns how `datasets` divides the stream: "shards" gives each reader its own, "auto" gives it every n-th
-        row of all shards."""
+        """Returns how the stream is divided: "shards" gives each reader its own, "auto" gives it every n-th row of all
+        shards."""
         from datasets.distributed import split_dataset_by_node
 
+        if self._counts_rows:
+            return "auto"
         shards = int(self._stream.num_shards)  # type: ignore[attr-defined]
         can_be_uneven = "strategy" in inspect.signature(split_dataset_by_node).parameters
         return "shards" if shards % num_readers == 0 or (can_be_uneven and shards > num_readers) else "auto"
@@ -167,11 +185,15 @@ class StreamSource:
         part: Any = self._stream
         if self.is_divided_here:
             from datasets.distributed import split_dataset_by_node
+            from datasets.iterable_dataset import StepExamplesIterable
 
             uneven = self._strategy(num_readers) == "shards" and part.num_shards % num_readers
             how = {"strategy": "shards"} if uneven else {}
             part = split_dataset_by_node(part, rank=reader, world_size=num_readers, **how)
             part._ex_iterable = _separate(part._ex_iterable)
+            if self._counts_rows:  # `datasets` would divide shards if there are a multiple of readers
+                every = {"step": num_readers, "offset": reader}
+                part._ex_iterable, part._distributed = StepExamplesIterable(part._ex_iterable, **every), None
         if self._reads_tables:
             part = part.with_format("arrow")
         if self._shuffle and hasattr(part, "set_epoch"):
@@ -267,8 +289,6 @@ def _inner(part: Any) -> list[Any]:
     return [one for one in steps if one is not None]
 
 
-def _has_buffer(part: object) -> bool:
-    """Returns whether a stream of `datasets` has a shuffle buffer."""
-    if type(part).__name__ == SHUFFLE_BUFFER:
-        return True
-    return any(map(_has_buffer, _inner(part)))
+def _has_step(part: object, names: Container[str]) -> bool:
+    """Returns whether a stream of `datasets` has a step of one of these classes."""
+    return type(part).__name__ in names or any(_has_step(inner, names) for inner in _inner(part))

@@ -444,3 +444,21 @@ def test_loader_of_torchdata_goes_on_after_two_stops(workers: int, micro_steps: 
         return stateful.StatefulDataLoader(numbered_stream(shards=4), batch_size=None, num_workers=workers)
 
     assert_goes_on_after_two_stops(loader, micro_steps)
+
+
+@pytest.mark.parametrize("num_readers", [2, 3])
+def test_readers_together_take_and_skip_the_rows_that_one_process_would(num_readers: int) -> None:
+    steps: list[Callable[[IterableDataset], IterableDataset]] = [
+        lambda stream: stream.take(50),
+        lambda stream: stream.skip(50).filter(lambda row: True),
+        lambda stream: stream.shuffle(seed=5, buffer_size=20).take(50),
+    ]
+    for step in steps:
+        source = StreamSource(step(numbered_stream(160, shards=6)), Reading(), CAPACITY_TOKENS)
+        expected = [row["input_ids"] for row in step(numbered_stream(160, shards=6))]
+        read = [
+            document.tokens.input_ids.tolist()
+            for number in range(num_readers)
+            for document in StreamReader(source, number, num_readers, 0).read(10_000)
+        ]
+        assert sorted(read) == sorted(expected)
