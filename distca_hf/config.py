@@ -24,6 +24,8 @@ OF_RECIPE = "DISTCA_SETTINGS_OF_RECIPE"
 # Chunks of an exchange if the group spans nodes: the first chunk is attended while the others are sent. More chunks
 # start more kernels, fewer hide less (docs/design.md, "Chunks hide a slow network").
 CHUNKS_BETWEEN_NODES = 4
+# Most chunks of an exchange: a pass plans and starts all of them, also empty ones. 100,000 kept a step for minutes.
+MOST_CHUNKS = 256
 # Longest deadline. Gloo counts nanoseconds in 64 bits: a deadline beyond 292 years overflows.
 LONGEST_SECONDS = 1e9
 # Settings that may differ between ranks.
@@ -202,6 +204,7 @@ class DistCAConfig(Settings):
         "Most chunks in which rows are sent between ranks. The first are computed while the others are sent: more "
         "hide a slow network, fewer cost less on a fast one. 0: one on a single node, four on several.",
         at_least=0,
+        at_most=MOST_CHUNKS,
     )
     checkpointed_attention: CheckpointedAttention = _setting(
         "save",

@@ -43,7 +43,8 @@ PREFIX = "distca/"
 ALWAYS = ("imbalance", "tokens_per_second_per_rank")
 SOMETIMES = ("step_imbalance", "utilisation", "memory_gib")
 # Settings of placed batches.
-OF_PLACED = ("overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
+OF_STREAMS = ("stream_buffer_tokens", "skip_bad_rows")
+OF_PLACED = ("overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times", *OF_STREAMS)
 
 
 class DistCACallback(TrainerCallback):

@@ -399,13 +399,18 @@ def test_settings_of_placed_batches_are_told_once_where_batches_are_kept(
     keep_batches(make())
     assert "no effect" not in caplog.text
     keep_batches(make(), regroup_steps=False, prefetch=3)
+    keep_batches(make(), skip_bad_rows=True, stream_buffer_tokens=9)
     make(given={"callbacks": [DistCACallback(distca_hf.DistCAPlugin(overlong="split"))]})
     told = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
 
     assert told == [
         f"{settings}: no effect without tokens_per_rank, because the Trainer makes its own batches. Leave it out, or "
         "give tokens_per_rank for placed batches"
-        for settings in ("regroup_steps=False, prefetch=3", "overlong='split'")
+        for settings in (
+            "regroup_steps=False, prefetch=3",
+            "stream_buffer_tokens=9, skip_bad_rows=True",
+            "overlong='split'",
+        )
     ]
 
 
