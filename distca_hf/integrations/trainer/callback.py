@@ -23,6 +23,7 @@ from transformers import (
 from distca_hf.batches.base_loader import BaseLoader
 from distca_hf.batches.meter import Meter, MeterReading, PlanSource
 from distca_hf.batches.preview import count
+from distca_hf.batches.stream_loader import StreamLoader
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
@@ -115,14 +116,20 @@ class DistCACallback(TrainerCallback):
     def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model from now on. Warns of settings that have no effect."""
         self._model = model
-        fields, given = fields_of(DistCAConfig), {name: getattr(self._context, name) for name in OF_PLACED}
-        unused = [f"{name}={x!r}" for name, x in given.items() if x != fields[name].metadata["default"]]
-        if unused and self._loader is None:
-            log.warning(
-                "%s: no effect without tokens_per_rank, because the Trainer makes its own batches. Leave it out, or "
-                "give tokens_per_rank for placed batches",
-                ", ".join(unused),
+        if self._loader is None:
+            self._warn_of_unused(
+                OF_PLACED,
+                "no effect without tokens_per_rank, because the Trainer makes its own batches. Leave it out, or give "
+                "tokens_per_rank for placed batches",
             )
+        elif not isinstance(self._loader, StreamLoader):
+            self._warn_of_unused(OF_STREAMS, "no effect, because train_dataset is not a stream. Leave it out")
+
+    def _warn_of_unused(self, names: Iterable[str], because: str) -> None:
+        """Warns of these settings if they do not have their defaults."""
+        fields, given = fields_of(DistCAConfig), {name: getattr(self._context, name) for name in names}
+        if unused := [f"{name}={x!r}" for name, x in given.items() if x != fields[name].metadata["default"]]:
+            log.warning("%s: %s", ", ".join(unused), because)
 
     def on_train_begin(
         self,

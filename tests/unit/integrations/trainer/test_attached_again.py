@@ -414,6 +414,15 @@ def test_settings_of_placed_batches_are_told_once_where_batches_are_kept(
     ]
 
 
+def test_settings_of_streams_are_told_where_the_dataset_is_none(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(make())
+    assert "not a stream" not in caplog.text
+    attach(make(), skip_bad_rows=True)
+    assert "skip_bad_rows=True: no effect, because train_dataset is not a stream. Leave it out" in caplog.text
+
+
 # --- evaluation
 
 
