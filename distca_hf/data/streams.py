@@ -32,7 +32,7 @@ LOSE_POSITION = ("5.0.0",)
 MOST_FACT_CHARACTERS = 160
 # Most files of a list whose sizes are asked for, and most tables of which rows are read, spread over it.
 MOST_FILES, MOST_TABLES = 256, 16
-# Part of `datasets` that forgets the rows that it holds when its state is loaded.
+# Parts of `datasets` that forget the rows that they hold when their state is loaded.
 SHUFFLE_BUFFERS = ("BufferShuffledExamplesIterable",)
 # Parts that count the rows of the whole stream.
 COUNTING_STEPS = ("TakeExamplesIterable", "SkipExamplesIterable")
