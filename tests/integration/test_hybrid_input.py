@@ -227,3 +227,20 @@ def test_a_pass_of_this_rank_alone_keeps_documents_apart_as_well() -> None:
         parts = [model(part, use_cache=False).logits for part in IDS.split([5, 4, 3], dim=1)]
 
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_mixer_that_reads_positions_counts_them_in_documents_of_which_only_offsets_are_known(
+    trains: bool, sweep: ModuleType
+) -> None:
+    """RecurrentGemma clears its state at position 0, and Transformers counts positions over the whole row."""
+    (config_class,) = sweep.TEXT.config_classes(["recurrent_gemma"])
+    model = sweep.tiny_model(config_class).build("distca").train(trains)
+    distca_hf.enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=200)
+    offsets = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 5, "max_length_k": 5}
+
+    with torch.set_grad_enabled(trains):
+        packed = model(IDS, **offsets, use_cache=False).logits
+        alone = [model(ids, position_ids=torch.arange(ids.shape[1])[None]) for ids in IDS.split([5, 4, 3], dim=1)]
+
+    torch.testing.assert_close(packed, torch.cat([one.logits for one in alone], 1), rtol=1e-4, atol=1e-5)

@@ -84,6 +84,10 @@ class DocumentRows:
         mixed: list[Any] = []
         for of_batch in given:
             of_names = dict(zip(keywords, of_batch[len(args) :], strict=True))
+            positions = of_names.get("position_ids")
+            if isinstance(positions, torch.Tensor):  # they may count over a row of which only offsets are known
+                counted = torch.arange(positions.shape[-1], device=positions.device)
+                of_names["position_ids"] = counted.expand_as(positions)
             mixed.append(mixer(*of_batch[: len(args)], **of_names))
         in_tuple = len(mixed[0]) if isinstance(mixed[0], tuple) else 0
         outputs = [batch[0] if in_tuple else batch for batch in mixed]
