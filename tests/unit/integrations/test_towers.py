@@ -74,7 +74,7 @@ def test_a_layer_that_mixes_tokens_of_text_is_refused_in_the_decoder_alone() -> 
     check_model(model, 64)
     model.model.language_model.layers[0].mlp.conv = torch.nn.Conv1d(1, 1, 1)
 
-    with pytest.raises(UnsupportedAttentionError, match=r"layers\.0\.mlp\.conv .* neighbouring tokens"):
+    with pytest.raises(UnsupportedAttentionError, match=r"layers\.0\.mlp\.conv .* mixes tokens"):
         check_model(model, 64)
 
 
