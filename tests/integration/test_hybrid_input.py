@@ -24,7 +24,7 @@ from distca_hf.runtime.carried_states import After, SentSummaries
 from distca_hf.testing import run_ranks
 from support.data import random_documents
 from support.models import tiny_model
-from support.versions import states_travel
+from support.versions import classes_of_today, states_travel
 
 
 CPU = torch.device("cpu")
@@ -229,6 +229,7 @@ def test_a_pass_of_this_rank_alone_keeps_documents_apart_as_well() -> None:
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
 
 
+@classes_of_today
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_mixer_that_reads_positions_counts_them_in_documents_of_which_only_offsets_are_known(
     trains: bool, sweep: ModuleType
