@@ -140,8 +140,9 @@ def _learns_from_padding(labels: object, shift_labels: object, is_token: torch.T
             return True
     if not isinstance(labels, torch.Tensor) or labels.shape != is_token.shape:
         return False
-    is_learnt = labels != IGNORED_LABEL
-    return bool((is_learnt & ~is_token).any() or (is_learnt[:, 1:] & ~is_token[:, :-1]).any())
+    may_learn = is_token.clone()
+    may_learn[:, 1:] &= is_token[:, :-1]
+    return bool(((labels != IGNORED_LABEL) & ~may_learn).any())  # asks a device once
 
 
 def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int | None]:

@@ -51,10 +51,10 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
         )
         found = next(parts, None)
         take = "load it with from_pretrained or from_config" if found is None else f"take its part {found}"
+        trained = "" if found is None else ". A Trainer of the module around it then needs no attach"
         raise UnsupportedAttentionError(
             f"{type(inner).__name__} is not a Transformers model; {take}, and give it to enable and plugin.dataloader "
-            "as it was before DDP, FSDP, torch.compile or prepare wrapped it (accelerator.unwrap_model). A Trainer of "
-            "a module around an enabled model needs no attach"
+            f"as it was before DDP, FSDP, torch.compile or prepare wrapped it (accelerator.unwrap_model){trained}"
         )
     return inner
 
