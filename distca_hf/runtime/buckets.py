@@ -9,6 +9,7 @@ on later ones, so that padding changes nothing.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,13 @@ class Buckets:
         self._rows, self._places = (to_device(index, device) for index in (at if rows is None else rows[at], places))
         # For each batch, int64 `[documents]` numbers of its documents.
         self.numbers = to_device(documents, device).split([number for number, _ in self._sizes])
+
+    @cached_property
+    def positions(self) -> list[torch.Tensor]:
+        """For each batch, int64 `[documents, longest_tokens]` positions of tokens in their documents; padding counts
+        on."""
+        device = self._rows.device
+        return [torch.arange(longest, device=device).expand(number, longest) for number, longest in self._sizes]
 
     def gathered(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns for each batch `[documents, longest_tokens, ...]` of `[tokens, ...]`, padded with zeros."""

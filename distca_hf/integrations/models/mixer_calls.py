@@ -73,22 +73,23 @@ class DocumentRows:
 
         Args:
             mixer: returns a tensor of its tokens, or a tuple that begins with one.
-            args, keywords: its arguments. Gathers tensors with one row per token, drops a cache, which has one state
-                for every row of the batch, and passes others unchanged.
+            args, keywords: its arguments. Gathers tensors with one row per token, counts `position_ids` in each
+                document, drops a cache, which has one state for every row of the batch, and passes others unchanged.
 
         Returns:
             `[batch_size, row_tokens, ...]` the mixer's output, 0 for tokens of no document. In a tuple, Nones follow:
             the layer cannot use states of single documents.
         """
-        given = zip(*(self._gathered(value) for value in (*args, *keywords.values())), strict=True)
+        of_names = {
+            # Given positions may count over the whole row, if only offsets tell its documents.
+            name: self._buckets.positions if name == "position_ids" and value is not None else self._gathered(value)
+            for name, value in keywords.items()
+        }
+        given = zip(*map(self._gathered, args), *of_names.values(), strict=True)
         mixed: list[Any] = []
         for of_batch in given:
-            of_names = dict(zip(keywords, of_batch[len(args) :], strict=True))
-            positions = of_names.get("position_ids")
-            if isinstance(positions, torch.Tensor):  # they may count over a row of which only offsets are known
-                counted = torch.arange(positions.shape[-1], device=positions.device)
-                of_names["position_ids"] = counted.expand_as(positions)
-            mixed.append(mixer(*of_batch[: len(args)], **of_names))
+            named = dict(zip(keywords, of_batch[len(args) :], strict=True))
+            mixed.append(mixer(*of_batch[: len(args)], **named))
         in_tuple = len(mixed[0]) if isinstance(mixed[0], tuple) else 0
         outputs = [batch[0] if in_tuple else batch for batch in mixed]
         joined = self._buckets.joined(outputs, self.batch_size * self.row_tokens)
