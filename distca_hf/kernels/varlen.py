@@ -98,12 +98,13 @@ def _open_to_the_right(spans: Spans, spec: AttentionSpec) -> tuple[torch.Tensor,
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Sets torch's global switch in a `with` block: torch's kernel reads it, and has no argument for determinism."""
+    """Sets torch's global switch in a `with` block: torch's kernel reads it, and has no argument for determinism. With
+    `warn_only=True` that kernel warns and is not deterministic."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    if not wanted or before:
+    if not wanted or (before and not warn_only):
         yield
         return
     torch.use_deterministic_algorithms(True)

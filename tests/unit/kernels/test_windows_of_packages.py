@@ -1,4 +1,5 @@
-"""How windows and softcap are handed to attention packages: what each function computes of them, by its own rules.
+"""How windows, softcap and determinism are handed to attention packages: what each function computes of them, by its
+own rules.
 
 The packages run only on GPUs. Here functions of the same names compute by a dense mask, which they make of their
 arguments as the packages do.
@@ -193,3 +194,33 @@ def test_backward_gets_the_same_window_as_forward(
     asked_for = {"window_size_left": spec.window_tokens - 1, "softcap": spec.softcap}
     assert forward == backward == {**nothing, **asked_for}
     assert forward_rows == backward_rows or kind is Flash3Kernel  # rows of the longest task, some by name
+
+
+@pytest.mark.parametrize("switch", [(False, False), (True, True), (True, False)], ids=["off", "warns", "on"])
+def test_deterministic_call_sets_the_switch_of_torch_and_puts_it_back(
+    switch: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's kernel is deterministic only if the switch is on and does not only warn."""
+
+    def now() -> tuple[bool, bool]:
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.are_deterministic_algorithms_enabled(), warns
+
+    seen: list[tuple[bool, bool]] = []
+
+    def note(*_: object, **__: object) -> list[torch.Tensor]:
+        seen.append(now())
+        return [torch.zeros(1)] * 3
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", note)
+    spec = AttentionSpec(0.6, deterministic=True)
+    zeros = [torch.zeros(1)] * 5
+    before = now()
+    try:
+        torch.use_deterministic_algorithms(switch[0], warn_only=switch[1])
+        _, spans = call_of(spec)
+        TorchVarlenKernel().backward(torch.zeros(1), Saved(*zeros), Gradients(*zeros[:3]), spans, spec)
+        assert seen == [(True, False)]
+        assert now() == switch
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
