@@ -9,7 +9,11 @@ In some layers of Llama 4, queries are scaled up with their place in the row. He
 the positions given to the model.
 """
 
+import ast
 import math
+import re
+from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,13 +27,15 @@ from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.preview import PlacedPlan
 from distca_hf.integrations.attention import Tempered
 from distca_hf.integrations.models.hooks import HiddenHook, Hook
-from distca_hf.integrations.models.structure import attention_layers, embedding_holder
+from distca_hf.integrations.models.structure import attention_layers, embedding_holder, syntax_of
 from distca_hf.runtime.live_plan import LivePlan
 
 
 # Attributes of models: factors of those terms of their loss that are means over all rows of logits.
 MEANS_OVER_ROWS = ("z_loss_coefficient",)  # Bamba
 LARGEST_SEED = 2**62
+# A part of a layer that normalises, in source text.
+NORM = re.compile(r"self\.(\w*norm\w*)\(")
 
 
 class CountedRows:
@@ -130,6 +136,31 @@ def tempers_queries(attention: nn.Module) -> bool:
     """Returns whether queries of a layer are tempered by their place."""
     tempers = getattr(attention, "attn_temperature_tuning", False)
     return (bool(tempers) or isinstance(tempers, Tempered)) and not getattr(attention, "use_rope", True)
+
+
+def scales_rotated(attention: nn.Module) -> bool:
+    """Returns whether weights of norms scale queries or keys after their rotation (HunYuan). Scores then depend on
+    positions, not only on distances."""
+    norms = _norms_after_rotation(type(attention))  # type: ignore[arg-type]
+    return any([*part.parameters()] for name, part in attention.named_children() if name in norms)
+
+
+@lru_cache(maxsize=1024)
+def _norms_after_rotation(module_class: Hashable) -> tuple[str, ...]:
+    """Returns names of parts that the class's own forward applies to what rotary embeddings returned."""
+    rotated, norms = set[str](), list[str]()
+    forward: Any = getattr(module_class, "forward", None)
+    assigned = (node for node in syntax_of(forward) if isinstance(node, ast.Assign))
+    for node in sorted(assigned, key=lambda one: one.lineno):
+        names, read = (
+            {one.id for part in parts for one in ast.walk(part) if isinstance(one, ast.Name)}
+            for parts in (node.targets, [node.value])
+        )
+        if "rotary" in ast.unparse(node.value):
+            rotated |= names
+        elif read & rotated:
+            norms += NORM.findall(ast.unparse(node.value))
+    return tuple(norms)
 
 
 def temper_by_position(model: PreTrainedModel) -> list[RemovableHandle]:

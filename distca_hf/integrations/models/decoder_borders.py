@@ -23,7 +23,7 @@ from distca_hf.batches.read_documents import PaddedRows
 from distca_hf.comm.agreement import REMEDIES, Agreement, Announced, Occasion, by_value
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
-from distca_hf.integrations.models.counted_rows import CountedRows, tempers_queries
+from distca_hf.integrations.models.counted_rows import CountedRows, scales_rotated, tempers_queries
 from distca_hf.integrations.models.hooks import Hook, unknown_class, unknown_hook
 from distca_hf.integrations.models.structure import attention_layers, backbone_of, names_by_position, text_decoder
 from distca_hf.integrations.models.weights_check import is_due
@@ -91,8 +91,9 @@ class DecoderBorders:
         self.takes_features = DEEP in self._names  # whether it also gets features of images for its first layers
         self._class_name, self._counts = type(model).__name__, "looks positions up in a table"
         if not has_position_table:
-            tempers = any(map(tempers_queries, attention_layers(model).values()))
-            self._counts = "tempers queries by position" if tempers else ""
+            layers = attention_layers(model).values()
+            scales = "scales queries and keys after their rotation" if any(map(scales_rotated, layers)) else ""
+            self._counts = "tempers queries by position" if any(map(tempers_queries, layers)) else scales
         self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
         self._is_open, self._image_tokens = False, 0

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from distca_hf.analysis.check.tiny_config import tiny_config
 from distca_hf.batches.read_documents import DocumentReader, padded_rows_of
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError, UnsupportedAttentionError
@@ -87,6 +88,15 @@ def test_a_table_of_positions_does_not_count_padding_on_the_left() -> None:
     tempered = DecoderBorders(tiny_model("llama4"), False, CountedRows(model), lambda plan: None)
     with pytest.raises(UnsupportedAttentionError, match="Llama4ForCausalLM tempers queries by position, and rows"):
         tempered.begin(padded_rows_of(batch_of(LEFT)))
+    # Weights of HunYuan's norms come after the rotation; NanoChat's norms have no weights.
+    scaled, unscaled = (
+        AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[of])) for of in ("hunyuan_v1_dense", "nanochat")
+    )
+    DecoderBorders(unscaled, False, CountedRows(model), lambda plan: None).begin(padded_rows_of(batch_of(LEFT)))
+    with pytest.raises(
+        UnsupportedAttentionError, match=r"HunYuan.* scales queries and keys after their rotation, and"
+    ):
+        DecoderBorders(scaled, False, CountedRows(model), lambda plan: None).begin(padded_rows_of(batch_of(LEFT)))
     own = (LEFT.cumsum(1) - 1).clamp(min=0)
     for batch in (batch_of(LEFT, position_ids=own), batch_of(RIGHT)):
         borders.begin(padded_rows_of(batch))
