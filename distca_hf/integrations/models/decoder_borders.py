@@ -10,7 +10,7 @@ sent: padding is only removed and restored. A pass that returns no hidden states
 nothing moves at the decoder (`placed_loss`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +96,7 @@ class DecoderBorders:
             self._counts = "tempers queries by position" if any(map(tempers_queries, layers)) else scales
         self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
-        self._is_open, self._image_tokens = False, 0
+        self._is_open, self._image_tokens, self._of_caller = False, 0, frozenset[str]()
         self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
         self._crossings, self._has_warned = 0, False
@@ -118,15 +118,16 @@ class DecoderBorders:
         counts = padded is not None and padded.is_left_padded and not padded.has_own_positions
         return bool(self._counts) and counts
 
-    def begin(self, padded: PaddedRows | None, image_tokens: int = 0) -> None:
+    def begin(self, padded: PaddedRows | None, image_tokens: int = 0, of_caller: Iterable[str] = ()) -> None:
         """Opens the borders for a pass on a given batch. Raises UnsupportedAttentionError if rows begin with padding,
         which the model's positions would count.
 
         Args:
             padded: places of the tokens, if rows are padded.
             image_tokens: number of tokens that may be of images, also in padding.
+            of_caller: names of what the model was given.
         """
-        self._is_open, self._image_tokens = True, image_tokens
+        self._is_open, self._image_tokens, self._of_caller = True, image_tokens, frozenset(of_caller)
         if self.counts_padding(padded):
             raise UnsupportedAttentionError(
                 f"{self._class_name} {self._counts}, and rows are padded on the left: Transformers would count their "
@@ -183,7 +184,7 @@ class DecoderBorders:
         moving = {
             name: value.flatten(0, 1)
             for name, value in sorted(given.items())
-            if name not in APART and isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape
+            if self._may_move(name, value) and value.shape[:2] == tokens.shape
         }
         if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
@@ -218,6 +219,14 @@ class DecoderBorders:
         self._check_calls(plan)  # if a rank left out a layer, its rows would arrive in that layer of others
         found = {id(value): value for value in _of_tokens(output, rows.num_placed)}
         return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
+
+    def _may_move(self, name: str, value: object) -> bool:
+        """Returns whether an input may have values per token. A vector that the model made for all rows (`t_cond` of
+        Voxtral Realtime) has none, even if it has as many numbers as a row has tokens."""
+        if not isinstance(value, torch.Tensor) or name in APART:
+            return False
+        is_known = name in self._names or name in self._of_caller
+        return is_known or value.ndim != 2 or len(value) > 1 or not value.is_floating_point()
 
     def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Returns `[position rows, places]` of a batch, int64 on all ranks: its own, or counted within documents."""
@@ -311,8 +320,15 @@ class DecoderBorders:
                 "Give both as one processor made them"
             )
         batch_size, length = shape = tokens_of(given).shape
+        for name in {*self._names} - APART:
+            held = [*value.values()] if isinstance(value := given.get(name), dict) else value
+            if isinstance(held, list | tuple) and any(isinstance(one, torch.Tensor) for one in held):
+                raise UnsupportedAttentionError(
+                    f"{where}: the decoder of {self._class_name} gets {name}, a {type(value).__name__} of tensors: it "
+                    "is not known how to move it with the tokens. Train on text, or without distca_hf"
+                )
         for name, value in given.items():
-            if name in APART or not isinstance(value, torch.Tensor):
+            if not self._may_move(name, value):
                 continue
             if value.shape[:2] == shape or value.numel() <= 1:
                 continue

@@ -326,7 +326,7 @@ class ForwardWatch:
         (read, self._read), state = (self._read, None), state_of(batch)
         read = read or ((reading := reading_of(batch, state)) and reading.documents) or self.reader.read(batch)
         self._written.expect(batch, state, read.checksums)
-        self._borders.begin(read.padded, read.num_image_tokens)
+        self._borders.begin(read.padded, read.num_image_tokens, batch)
         return read
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
