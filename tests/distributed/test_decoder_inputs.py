@@ -14,6 +14,10 @@ from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
 from support.given_batches import Batch, Gradients, gradients_of, in_double
 from support.ranks import run_ranks
+from support.versions import classes_of_today
+
+
+pytestmark = classes_of_today
 
 
 def model_of(model_type: str, **settings: object) -> PreTrainedModel:
