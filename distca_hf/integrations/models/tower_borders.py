@@ -51,7 +51,8 @@ from distca_hf.torch_private import hidden_from_dynamo
 log = get_logger(__name__)
 
 # Where images are computed, in the log.
-STAY, MOVE = "on the ranks where they arrived", "on ranks with less work"
+STAY = "images, videos and sounds are computed on the ranks where they arrived"
+MOVE = "images are computed on ranks with less work"
 
 
 class TowerBorders:
@@ -105,7 +106,7 @@ class TowerBorders:
         """Logs where images are computed, once for each reason."""
         if why and how + why not in self._said:
             self._said.add(how + why)
-            log.info("%s: images are computed %s: %s", self._class_name, how, why)
+            log.info("%s: %s: %s", self._class_name, how, why)
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
         """Computes images. torch.compile traces this; it does nothing for a batch whose images stay."""
