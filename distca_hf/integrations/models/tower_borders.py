@@ -53,6 +53,8 @@ log = get_logger(__name__)
 # Where images are computed, in the log.
 STAY = "images, videos and sounds are computed on the ranks where they arrived"
 MOVE = "images are computed on ranks with less work"
+# Why media of a class stay if its images may move.
+UNKNOWN = "a batch holds sound, or images or videos in a form that cannot move"
 
 
 class TowerBorders:
@@ -95,8 +97,8 @@ class TowerBorders:
         """Opens the borders for a pass on a batch. `shown` is None if its images stay."""
         self._shown, self._is_open = shown, shown is not None
         self._differentiates = shown is not None and shown.train and torch.is_grad_enabled()
-        if self.towers.stay and media_of(batch):
-            self._say_once(STAY, self.towers.stay)
+        if media_of(batch):
+            self._say_once(STAY, self.towers.stay or ("" if self._is_open else UNKNOWN))
 
     def end(self) -> None:
         """Closes the borders: an earlier pass may have failed before its backbone."""

@@ -14,10 +14,11 @@ from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import step_flops
 from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers, undivided
+from distca_hf.integrations.models.tower_borders import UNKNOWN, TowerBorders
 from distca_hf.integrations.trainer.attachment import restorer
 from support.log_lines import KeptLines
 from support.multimodal import IMAGE_TOKEN, document, multimodal_model
-from support.versions import tells_decoder
+from support.versions import images_may_move, tells_decoder
 
 
 def enabled(model: PreTrainedModel) -> PreTrainedModel:
@@ -144,3 +145,16 @@ def test_placed_batches_have_no_cache() -> None:
 
     assert watch is not None
     assert watch._no_cache({}) == {"use_cache": False}
+
+
+@images_may_move
+def test_the_log_says_once_that_sound_keeps_images_where_they_arrived() -> None:
+    borders, kept = TowerBorders(multimodal_model("qwen2_5_omni_thinker")), KeptLines()
+    assert not borders.towers.stay
+    logging.getLogger("distca_hf").addHandler(kept)
+    for batch in ({}, {"input_features": torch.ones(1, 128, 8)}, {"input_features": torch.ones(1, 128, 8)}):
+        borders.begin(batch, None)
+    logging.getLogger("distca_hf").removeHandler(kept)
+
+    [line] = kept.lines
+    assert line.endswith("are computed on the ranks where they arrived: " + UNKNOWN)
