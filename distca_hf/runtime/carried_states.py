@@ -31,7 +31,7 @@ from distca_hf.runtime.device_fragments import DeviceFold, DeviceFragments
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import among_trainers
 from distca_hf.runtime.regions import current_run, is_saved, outputs_in
-from distca_hf.torch_private import backward_number
+from distca_hf.torch_private import backward_number, hidden_from_dynamo
 
 
 # Returns states after fragments, `[n, ...]`, from their summaries and the states before them; None means zero.
@@ -258,6 +258,7 @@ class _Dispatch(torch.autograd.Function):
         return items.new_empty(0)
 
     @staticmethod
+    @hidden_from_dynamo
     @once_differentiable
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, ctx.travel.wait()
@@ -272,6 +273,7 @@ class _Arrive(torch.autograd.Function):
         return travel.received()
 
     @staticmethod
+    @hidden_from_dynamo
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
         ctx.travel.start_back(gradients)

@@ -25,6 +25,7 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.kernels.rows import RowSums, prepare_add
 from distca_hf.planning.row_moves import RowCopies, RowMoves
+from distca_hf.torch_private import hidden_from_dynamo
 
 
 # Bytes of the widest number. Shares of tensor ranks are whole multiples, so no number is divided.
@@ -264,6 +265,7 @@ class _Move(torch.autograd.Function):
         return tuple(moved)
 
     @staticmethod
+    @hidden_from_dynamo
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Moves gradients the other way."""

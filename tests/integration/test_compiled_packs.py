@@ -164,3 +164,31 @@ def test_numbers_are_those_of_plain_layers(
             assert same_loss == pytest.approx(loss, abs=1e-6)
             assert same_norm == pytest.approx(norm, rel=1e-5)
             assert moved
+
+
+def _compiled_step() -> tuple[list[float], list[float]]:
+    """Losses of a step that is compiled with its backward pass on rank 0, and of a plain one."""
+    losses = []
+    for compiles in (True, False):
+        model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), distca_hf.DistCAPlugin())
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: dict[str, torch.Tensor], wrapped: Any = wrapped, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = wrapped(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        if compiles and dist.get_rank() == 0:
+            step = torch.compile(step, backend="eager")
+        losses.append([step(batch).item() for batch in _packs(dist.get_rank())])
+        assert watch_of(model).planner.latest_moves.crosses
+    return losses[0], losses[1]
+
+
+def test_a_step_may_be_compiled_with_its_backward_pass(tmp_path: Path) -> None:
+    """The compiler would look into exchanges of gradients, and fail in one."""
+    for compiled, plain in run_ranks(2, _compiled_step, tmp_path):
+        assert compiled == pytest.approx(plain, abs=1e-6)

@@ -294,6 +294,7 @@ class _Home(torch.autograd.Function):
         return home.bring(rows)
 
     @staticmethod
+    @hidden_from_dynamo
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[Any, ...]:
         """Sends gradients to the ranks that computed the features."""
