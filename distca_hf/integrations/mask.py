@@ -236,6 +236,10 @@ def document_mask(
     refusal = _refusal(is_causal, is_combined=use_vmap or name not in CAUSAL_MASKS, attention_mask=attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
         attention_mask = None
+    if attention_mask is not None and q_length == kv_length == 1 and isinstance(q_offset, int) and not q_offset:
+        # MiniMax's cache asks its first layer for its length, which carries a state and counts no tokens.
+        kv_length = attention_mask.shape[1]
+        q_offset = kv_length - 1
     if isinstance(q_offset, torch.Tensor):  # a static cache counts on in it
         q_offset = q_offset.clone()
         if attention_mask is not None:  # one graph for all tokens that are generated

@@ -99,3 +99,29 @@ def test_loss_is_the_mean_of_the_micro_batches_of_whole_documents(
 
     for losses in run_ranks(world, _evaluate, tmp_path, tmp_path / "run", loop, average_tokens):
         assert losses == pytest.approx((expected,) * 3, rel=1e-5)
+
+
+def _train(folder: Path, evaluates_before: bool) -> list[float]:
+    """Losses of three steps, perhaps after an evaluation."""
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    import distca_hf
+
+    dataset = Dataset.from_dict({"input_ids": _documents(), "labels": _documents()})
+    args = TrainingArguments(**quiet_arguments(folder, max_steps=3, learning_rate=0.01, use_cpu=True))
+    trainer = Trainer(tiny_model(), args, DataCollatorWithFlattening(), dataset, dataset)
+    distca_hf.DistCAPlugin().attach(trainer)
+    if evaluates_before:
+        trainer.evaluate()
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_ranks_train_together_after_an_evaluation(tmp_path: Path) -> None:
+    alone, after = (
+        run_ranks(2, _train, tmp_path / name, tmp_path / name, name == "after") for name in ("not", "after")
+    )
+
+    assert len(alone[0]) == 3
+    assert after[0] == pytest.approx(alone[0], abs=1e-6)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel
+from transformers import MiniMaxConfig, MiniMaxForCausalLM, PreTrainedModel
 
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
@@ -245,3 +245,20 @@ def test_a_mixer_that_reads_positions_counts_them_in_documents_of_which_only_off
         alone = [model(ids, position_ids=torch.arange(ids.shape[1])[None]) for ids in IDS.split([5, 4, 3], dim=1)]
 
     torch.testing.assert_close(packed, torch.cat([one.logits for one in alone], 1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_whose_first_layer_carries_a_state_generates_with_its_cache_what_it_does_without() -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "block_size": 8}
+    torch.manual_seed(0)
+    model = MiniMaxForCausalLM(MiniMaxConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **sizes, **layers))
+    distca_hf.enable(model.eval(), distca_hf.DistCAPlugin())
+    mask = torch.stack([torch.ones(TOKENS), torch.arange(TOKENS) >= 4]).long()  # the second row is padded on the left
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def logits(use_cache: bool) -> torch.Tensor:
+        ids = IDS.expand(2, -1)
+        how_shown = how | {"output_logits": True, "return_dict_in_generate": True, "use_cache": use_cache}
+        return torch.stack(model.generate(ids, attention_mask=mask, **how_shown).logits)  # type: ignore[operator]
+
+    assert (logits(True) - logits(False)).abs().max() < 1e-5

@@ -338,8 +338,9 @@ class MixerWatch:
         if not self.mixers:
             return {}
         tokens, cached = tokens_of(batch), cache_of(batch)
-        goes_on = cached is not None and cached.get_seq_length() > 0
-        if goes_on or not tokens.numel():
+        # A cache asks its first layer, which carries a state in MiniMax and counts no tokens.
+        counts = [x.get_seq_length() for x in (cached, *getattr(cached, "layers", ())) if hasattr(x, "get_seq_length")]
+        if any(counts) or not tokens.numel():
             return {KEYWORD: None}
         if trains:
             self._check_weights()

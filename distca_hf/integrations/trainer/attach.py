@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import datasets
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from distca_hf.batches.known_batch import note_batch
@@ -26,6 +27,7 @@ from distca_hf.data.documents import check_map_style
 from distca_hf.data.rows import is_drawn
 from distca_hf.data.streams import check_saves_position, is_stream
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.distributed import model_mesh
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import planner_for
@@ -34,6 +36,7 @@ from distca_hf.integrations.models.weights_check import divide_again
 from distca_hf.integrations.trainer.attachment import Attachment, held_models, restorer, watch_held_models
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
+    DDP,
     TRAINER,
     EvaluationCheck,
     check_placed_evaluation,
@@ -93,6 +96,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         ) -> object:
             check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
             divide_again(trainer.model)  # the optimizer must hold divided weights
+            _let_wrap(trainer)
             attachment.is_training = True
             try:
                 return train(resume_from_checkpoint, *args, **kwargs)
@@ -122,6 +126,15 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     except BaseException:
         attachment.undo()
         raise
+
+
+def _let_wrap(trainer: Trainer) -> None:
+    """Lets a training wrap a model in DDP that was evaluated before. Accelerate remembers that it has prepared this
+    model, although for evaluation, and would return it as it is: each rank would train separately."""
+    if trainer.accelerator.distributed_type in DDP and model_mesh(trainer.model) is None:
+        if not any(isinstance(part, DistributedDataParallel) for part in trainer.model_wrapped.modules()):
+            vars(trainer.model).pop("_is_accelerate_prepared", None)
+            trainer.model_wrapped = trainer.model
 
 
 def detach(trainer: Trainer) -> None:
