@@ -308,6 +308,8 @@ def explain(
     from distca_hf.analysis.explain import documents_of, explained
 
     with _one_line_errors():
+        if chunked and window is None:
+            raise ConfigError("--chunked needs --window, the length of a chunk")
         mask = Mask(window, chunked)
         text = explained(documents_of(documents), gpus, rank, mask, kv_heads, head_groups, chunks, refetch)
     typer.echo(text)

@@ -41,6 +41,8 @@ from distca_hf.traces import Spent
 NAME_NUMBERS = 3
 # Most tasks of a call, and ranks of an exchange, that a line names; it counts the others.
 TASKS_SHOWN = 4
+# Ranks, each of which is a thread.
+MOST_RANKS = 1024
 # Tokens times heads that fit in memory with some room: 16 million tokens of 8 heads.
 MOST_NAMES = 2**27
 # Width of the text before the pairs of a call, in characters.
@@ -126,6 +128,8 @@ def explain_plan(
 def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, *of_layer: Any) -> str:
     """Returns what ranks do as text, with a legend. `rank`: the only rank to show; None for all. `of_layer`: further
     arguments of `explain`."""
+    if num_ranks > MOST_RANKS:
+        raise ConfigError(f"--gpus {num_ranks} is more than {MOST_RANKS}: each rank is a thread here")
     if rank is not None and rank >= num_ranks:
         raise ConfigError(f"rank {rank} is not one of {num_ranks}: ranks are 0 to {num_ranks - 1}")
     lines = []
@@ -141,7 +145,7 @@ def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, 
 def documents_of(text: str) -> list[int]:
     """Returns the lengths of documents that a text lists: "2x32768,4096" are three documents."""
     lengths: list[int] = []
-    for part in text.replace(" ", "").split(","):
+    for part in map(str.strip, text.split(",")):
         count, _, length = part.rpartition("x") if "x" in part else ("1", "", part)
         if not (length.isdecimal() and count.isdecimal() and 0 < int(count) <= MOST_NAMES):
             raise ConfigError(f"documents are lengths in tokens, as in 2x32768,4096; not {part!r}")

@@ -43,7 +43,9 @@ def find_model(name: str | None, tries: bool = True) -> ModelShape:
     """Returns the model of a name: a built-in one, the path of a config.json or of its folder, or what `distca check`
     takes; None for `DEFAULT_MODEL`. `tries`: whether the verdict includes a step of a tiny version, which a process of
     a group cannot run. Raises ConfigError if no such model exists, or its configuration is not understood."""
-    name = name or DEFAULT_MODEL
+    name = DEFAULT_MODEL if name is None else name
+    if not name:
+        raise ConfigError(f"--model is empty: give a model, or leave it out for {DEFAULT_MODEL}")
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return read_model(Path(name), tries)
     if name.lower() in PRESETS:

@@ -39,10 +39,11 @@ def run_simulate(options: SimulateOptions) -> None:
             f"--tokens-per-rank {options.tokens_per_rank} asks for placed batches, and --batch-size "
             f"{options.batch_size} for your own; leave one of them out"
         )
+    tokens_per_rank = DEFAULT_TOKENS_PER_RANK if options.tokens_per_rank is None else options.tokens_per_rank
     pipeline = pipeline_of(options.pipeline, options.chunks)
     requests = [
         SimulationRequest(
-            *(model, gpus, options.tokens_per_rank or DEFAULT_TOKENS_PER_RANK, options.context, micro_steps),
+            *(model, gpus, tokens_per_rank, options.context, micro_steps),
             *(options.ranks_per_node, options.tensor, options.batches, pipeline),
             *(options.sync_each_batch, options.batch_size),
             **assumed(options, profile),

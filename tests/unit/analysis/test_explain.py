@@ -113,10 +113,19 @@ def test_more_rows_than_memory_holds_are_refused(tokens: list[int], kv_heads: in
         explain(tokens, 2, kv_heads=kv_heads)
 
 
-@pytest.mark.parametrize("text", ["", "12,", "3y4", "x5", "-1", "0x5", "99999999999x1"])
+@pytest.mark.parametrize("text", ["", "12,", "3 4", "3y4", "x5", "-1", "0x5", "99999999999x1"])
 def test_text_that_says_no_lengths_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="lengths in tokens"):
         documents_of(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [(["--gpus", "100000"], "more than 1024"), (["--chunked"], "--chunked needs --window")]
+)
+def test_layers_and_ranks_that_cannot_be_shown_are_refused(options: list[str], expected: str) -> None:
+    refused = CliRunner().invoke(app, ["explain", "64", *options])
+    assert refused.exit_code == 2
+    assert expected in refused.stderr
 
 
 def _numbers(lines: list[str], pattern: str) -> list[int]:

@@ -191,6 +191,8 @@ def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:
     assert "--gpu-gib 1e+308 must be" in refusal(lengths, *QUICK, "--gpu-gib", "1e308")
     assert "--gpu-gib inf must be" in refusal(lengths, *QUICK, "--gpu-gib", "inf")
     assert "write whole numbers" in refusal(lengths, "--gpus", "9" * 5000)
+    assert "--tokens-per-rank 0 must be between" in refusal(lengths, *QUICK, "--tokens-per-rank", "0")
+    assert "--model is empty" in refusal(lengths, *QUICK, "--model", "")
     assert "File name too long" in refusal("x" * 300)
     (tmp_path / "deep.json").write_text("[" * 100_000)
     assert "cannot be read as a cluster" in refusal(lengths, *QUICK, "--cluster", tmp_path / "deep.json")
