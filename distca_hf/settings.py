@@ -26,6 +26,8 @@ Kind = TypeVar("Kind")
 
 # Characters of a line of the settings' docstring.
 LINE_WIDTH = 100
+# Largest whole number of a setting without a limit: plans count tokens and ranks in 64 bits, and multiply them.
+LARGEST_NUMBER = 2**31 - 1
 # Values of the environment and of recipes for a setting that is on or off.
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
@@ -148,8 +150,9 @@ def check_value(settings: type, name: str, value: object) -> None:
         raise ConfigError(f"{name}={value} must be positive")
     if kind is float and not abs(number) < math.inf:
         raise ConfigError(f"{name}={value} must be finite")
-    if limits["at_most"] is not None and number > limits["at_most"]:
-        raise ConfigError(f"{name}={value} must be at most {limits['at_most']:g}")
+    at_most = LARGEST_NUMBER if kind is int and limits["at_most"] is None else limits["at_most"]
+    if at_most is not None and number > at_most:
+        raise ConfigError(f"{name}={value} must be at most {at_most:.10g}")
     if limits["check"] is not None:
         limits["check"](value)
 

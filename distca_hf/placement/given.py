@@ -85,7 +85,8 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
         home: the same documents, whole, in the order of the batches.
         topology: of the placed ranks.
     """
-    num_ranks, per_node = placed.num_ranks, topology.ranks_per_node
+    num_ranks = placed.num_ranks
+    per_node = min(topology.ranks_per_node, num_ranks)
     common = tokens_between(home, placed).T  # [placed rank, home rank]
     # 1. Nodes of equal size are exchanged; the last one, which may be smaller, stays.
     full = num_ranks // per_node

@@ -183,6 +183,7 @@ def test_ranks_take_the_parts_that_share_most_tokens_with_their_batches() -> Non
     assert tokens_at_home(home, placed) == 0
     assert tokens_at_home(home, near_home(home, placed, Topology(4, 4))) == 18
     assert tokens_at_home(home, near_home(home, placed, Topology(4, 2))) == 18
+    assert tokens_at_home(home, near_home(home, placed, Topology(4, 2**31 - 1))) == 18
     # Where the last node is smaller, ranks 0 to 2 are one node, and the part of rank 3 is far from its home.
     assert tokens_at_home(home, near_home(home, placed, Topology(4, 3))) == 9
 

@@ -360,9 +360,10 @@ def test_all_choices_are_accepted_and_others_refused(
         (["ranks_per_node", "exchange_chunks", "debug.check_weights_every_steps"], [0], [-1], "at least 0"),
         (["kv_budget_gib", "server_speed"], [0, 2], [-1, -0.5], "at least 0"),
         (["kv_budget_gib", "server_speed"], [], [float("nan"), float("inf")], "finite"),
+        (["mlp_tokens", "ranks_per_node"], [2**31 - 1], [2**31, 10**20], "at most 2147483647"),
         (["exchange_chunks"], [256], [257, 10**5], "at most 256"),  # a step planned for minutes
         (["timeouts.exchange_seconds"], [20], [0, 0.0, -1, -0.5, float("nan")], "positive"),
-        (["timeouts.agreement_seconds"], [1e9], [1e10], "at most 1e+09"),  # ranks hung when they opened groups
+        (["timeouts.agreement_seconds"], [1e9], [1e10], "at most 1000000000"),  # ranks hung when they opened groups
         (["timeouts.agreement_seconds"], [], [float("inf")], "finite"),
     ],
 )
