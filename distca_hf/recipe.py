@@ -203,10 +203,21 @@ class Recipe:
         return process().role(servers) if any(read_servers(servers)) else None
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice; YAML would keep the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads the mapping in a YAML file. Raises ConfigError if the file cannot be read as a YAML mapping."""
+    """Reads the mapping in a YAML file. Raises ConfigError if the file cannot be read as a YAML mapping, or has a key
+    twice."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _EachKeyOnce)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

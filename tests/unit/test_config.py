@@ -429,6 +429,7 @@ def test_recipe_beats_the_environment_and_leaves_the_rest_to_it(
         ("- prefetch\n", ["settings.yaml", "plugin", "list"]),
         ("prefetch: [1\n", ["cannot read", "settings.yaml"]),
         ("prefetch: !!python/object/apply:os.getcwd []\n", ["cannot read", "settings.yaml"]),
+        ("prefetch: 2\nmetrics: all\nprefetch: 3\n", ["cannot read", "settings.yaml", "'prefetch' is given twice"]),
         ("debug:\n", ["settings.yaml: debug", "mapping", "NoneType"]),
         ("debug: {finite: on}\n", ["settings.yaml: debug", "'finite'", "Did you mean 'check_finite'?"]),
     ],
