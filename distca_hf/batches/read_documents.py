@@ -43,7 +43,7 @@ from distca_hf.batches.batch_documents import (
 )
 from distca_hf.batches.beginnings import NO_BEGINNINGS, Placeholders, beginnings_of, row_sums_of
 from distca_hf.batches.images import BatchImages, image_tokens, images_of, runs_of
-from distca_hf.batches.square_masks import numbered_rows
+from distca_hf.batches.square_masks import check_shapes, numbered_rows
 from distca_hf.batches.written_batches import (
     HAS_MEDIA,
     LABELS,
@@ -241,8 +241,9 @@ class DocumentReader:
         """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
 
         Raises:
-            PackingError: as for `padded_rows_of`, `document_lengths`, `ids_checked` and `images_of`.
+            PackingError: as for `check_shapes`, `padded_rows_of`, `document_lengths`, `ids_checked` and `images_of`.
         """
+        check_shapes(batch)
         numbered = numbered_rows(batch, self.window_tokens)
         host, sums = _on_host(numbered, row_sums_of(batch) if self.shared_tokens else {})
         with ids_checked(host, self.vocabulary_tokens, waits=True):

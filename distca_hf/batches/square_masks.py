@@ -1,4 +1,4 @@
-"""Square masks: reads masks `[B, 1, T, T]` that only say "causal, and documents apart".
+"""Masks: checks their shapes, and reads square masks `[B, 1, T, T]` that only say "causal, and documents apart".
 
 Collators make them from packs for attention that takes a mask of every pair, for example sdpa. They are bool, or
 numbers to add to scores: 0 if a token attends, very small if not. A rank computes only some of these pairs, and needs
@@ -22,6 +22,25 @@ from distca_hf.errors import PackingError
 # Adding this or less to a score hides the pair.
 HIDES = -1e4
 REMEDY = "give zeros and ones of shape [batch, tokens], and position_ids that begin at 0 in every document"
+
+
+def check_shapes(batch: Batch) -> None:
+    """Checks that tokens are `[B, T]`, and that a mask with one number per token fits them.
+
+    Raises:
+        PackingError: gives both shapes.
+    """
+    tokens, mask = tokens_of(batch), batch.get("attention_mask")
+    shape = tuple(tokens.shape)
+    if tokens.ndim != 2:
+        given, form = ("input_ids", "[batch, tokens]"), ("inputs_embeds", "[batch, tokens, hidden]")
+        name, expected = form if batch.get("input_ids") is None else given
+        raise PackingError(f"{name} of shape {tuple(batch[name].shape)} must have the shape {expected}")
+    if isinstance(mask, torch.Tensor) and mask.ndim < 3 and tuple(mask.shape) != shape:
+        raise PackingError(
+            f"attention_mask of shape {tuple(mask.shape)} does not fit tokens of shape {shape}; give one number per "
+            "token, or leave it out"
+        )
 
 
 def is_square(batch: Batch) -> bool:

@@ -281,8 +281,9 @@ def _meet(store: Store, members: Members, patience: timedelta) -> int:
             if missing and rank == next(other for other in ranks if other not in missing):
                 log.warning(
                     "rank %d waits for rank %s to begin with distca_hf: %d of %d ranks came within %.0f s. They may "
-                    "still read their data; a rank that trains without distca_hf never comes. Use --attach, "
-                    "DISTCA_ATTACH=1, plugin.attach(trainer) or distca_hf.enable(model, plugin) on all ranks",
+                    "still read their data; a rank that trains without distca_hf, or in evaluation mode, never comes. "
+                    "Use --attach, DISTCA_ATTACH=1, plugin.attach(trainer) or distca_hf.enable(model, plugin), and "
+                    "model.train(), on all ranks",
                     *(rank, ", ".join(map(str, missing)), len(ranks) - len(missing), len(ranks), QUIET_SECONDS),
                     extra=OF_THIS_RANK,
                 )

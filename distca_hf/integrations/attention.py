@@ -139,8 +139,9 @@ def distca_attention(
     if distca_plan is not None:
         if settings is None:
             raise PlanError(
-                "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
-                "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
+                f"{name_of(module)}: a batch with a plan arrived in a model that was not enabled, or in a layer "
+                "that is new since then: its loss would be wrong. Call distca_hf.enable(model, plugin) before the "
+                "model is wrapped (DDP, FSDP, accelerator.prepare), and again when layers were replaced"
             )
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, spec, distca_plan.handle, settings.number, s_aux)

@@ -31,6 +31,13 @@ def attach_is_forgotten() -> None:
     torch.nn.parallel.DistributedDataParallel(tiny_model())(input_ids=ids, labels=ids).loss.backward()
 
 
+def train_is_forgotten() -> None:
+    model = distca_hf.enable(tiny_model(), distca_hf.DistCAPlugin()).eval()
+    ids = torch.randint(3, VOCABULARY, (2, 8))
+    for _ in range(2):  # warns once
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
 def padded_batches() -> None:
     model = distca_hf.enable(tiny_model(), distca_hf.DistCAPlugin(tokens_per_rank=96)).train()
     ids = torch.randint(3, VOCABULARY, (2, 8))
@@ -63,6 +70,12 @@ TOLD: dict[str, tuple[Callable[[], None], str, str, str]] = {
         "nothing is balanced",
         "LlamaAttention trains with distca on 2 rank(s)",
         "Call plugin.attach(trainer), or in your own loop distca_hf.enable(model, plugin)",
+    ),
+    "a model that stays in evaluation mode": (
+        train_is_forgotten,
+        "nothing is balanced",
+        "LlamaForCausalLM runs backward in evaluation mode: this rank attended only to its own batch",
+        "Call model.train() on all ranks",
     ),
     "05 padded batches": (
         padded_batches,

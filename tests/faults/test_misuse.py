@@ -125,6 +125,19 @@ def test_fsdp_that_accelerate_does_not_run_is_refused(tmp_path: Path) -> None:
         assert "FSDP was asked for, but Accelerate runs DistributedType.MULTI_CPU" in message
 
 
+def _train_with_a_new_layer() -> None:
+    model = distca_hf.enable(tiny_model(), distca_hf.DistCAPlugin())
+    model.model.layers[1] = tiny_model().model.layers[1]
+    model(**_pack(model))
+
+
+def test_layer_that_is_new_since_its_model_was_enabled_is_named(tmp_path: Path) -> None:
+    for outcome in start_ranks(2, _train_with_a_new_layer, tmp_path):
+        assert outcome.exit_code == 1
+        assert "LlamaAttention of layer 1: a batch with a plan arrived in" in outcome.output
+        assert "in a layer that is new since then" in outcome.output
+
+
 def _pack(model: nn.Module, **columns: torch.Tensor) -> Batch:
     """A batch of this rank; that of rank 0 is longer, so that rows move."""
     return packed((120, 30) if dist.get_rank() == 0 else (5, 9), dist.get_rank()) | columns
@@ -147,6 +160,11 @@ def _with_positions(model: nn.Module) -> Batch:
     batch = with_images("qwen2_5_vl", [12] if dist.get_rank() else [60, 9], 3, False, "right")
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     return batch | {"position_ids": positions.expand(4 if dist.get_rank() else 3, -1, -1)}
+
+
+def _of_one_row(model: nn.Module) -> Batch:
+    batch = _pack(model)
+    return {name: column[0] for name, column in batch.items()} if dist.get_rank() else batch
 
 
 def _with_pairs(model: nn.Module) -> Batch:
@@ -213,6 +231,12 @@ OTHER_INPUTS: dict[str, tuple[str, Callable[[nn.Module], Batch], str]] = {
         lambda model: _on_rank_1(model, lambda batch: {"token_type_ids": batch["input_ids"][:, 1:] % 3}),
         "gets token_type_ids of shape [1, 13], and tokens of shape [1, 14]",
     ),
+    "a mask of other tokens": (
+        "llama",
+        lambda model: _on_rank_1(model, lambda batch: {"attention_mask": torch.ones_like(batch["input_ids"][:, 1:])}),
+        "attention_mask of shape (1, 13) does not fit tokens of shape (1, 14)",
+    ),
+    "tokens without rows": ("llama", _of_one_row, "input_ids of shape (14,) must have the shape [batch, tokens]"),
     "images of another dtype": ("qwen3_vl", _with_half_images, "are torch.float64 on rank 0, torch.float16 on rank 1"),
     "a cache": ("llama", lambda model: _on_rank_1(model, lambda _: {"use_cache": True}), "got use_cache=True, and"),
     "an evaluation": ("llama", _evaluated, "a pass with gradients is True on rank 0, False on rank 1"),

@@ -38,7 +38,7 @@ from distca_hf.integrations.models.weights_check import SharedState, replicated_
 from distca_hf.runtime.forward_pass import ForwardPass, PassCalls
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import PassLayers, Regions
-from distca_hf.telemetry import get_logger
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.torch_private import ddp_awaits_every_gradient
 
 
@@ -95,6 +95,7 @@ class ForwardCheck:
         self._towers_are_sharded = False
         self._tower_parts: list[int] = []
         self._warned_of_plugin = self._warned_of_implementation = self._takes_placed = False
+        self._warned_of_evaluation = False
 
     def forget_passes(self) -> None:
         """Forgets everything about earlier passes."""
@@ -161,6 +162,26 @@ class ForwardCheck:
             raise PlanError(message)
         self._warned_of_implementation = True
         log.warning("%s", message)
+
+    def watch_evaluation(self, output: object, ranks: int) -> None:
+        """Lets the first backward pass of a model in evaluation mode warn: each of several ranks attended by itself.
+        `output` is the model's, with tensors as values or entries."""
+        if ranks == 1 or self._warned_of_evaluation or not torch.is_grad_enabled():
+            return
+        for value in output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(self._warn_of_evaluation)
+
+    def _warn_of_evaluation(self, gradient: torch.Tensor) -> None:
+        if not self._warned_of_evaluation:
+            self._warned_of_evaluation = True
+            log.warning(
+                "%s runs backward in evaluation mode: this rank attended only to its own batch, and nothing is "
+                "balanced. Call model.train() on all ranks before the loop (from_pretrained returns a model in "
+                "evaluation mode)",
+                self._class_name,
+                extra=OF_THIS_RANK,
+            )
 
     def images_wait(self, trains: bool) -> bool:
         """Returns whether a rank with images waits for ranks without images: for weights of its towers, or for their

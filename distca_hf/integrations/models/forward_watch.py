@@ -346,6 +346,8 @@ class ForwardWatch:
                 (layers, attention), flops = self._recomputed.parts(module), self.flops
                 cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
                 self.report.begin(plan, cost, flops)
+        elif not module.training:
+            self._check.watch_evaluation(output, len(self.context.members.compute_ranks))
         self._sharing.read_ahead()  # the device is busy now
         self._mixers.check_ran()
         return self.loss.end(output if self.loss.is_placed else self._counted.end(output))
