@@ -196,6 +196,8 @@ class StreamReader:
         # 1. The columns that count, and the documents of the row.
         reading = self._source.reading
         ids = row.get("input_ids")
+        if ids is None and "input_ids" in row:
+            raise PackingError(f"{where}input_ids is None; leave such rows out (stream.filter)")
         if ids is None:
             raise PackingError(f"{where}the stream gives no 'input_ids', only {list(row)}; tokenise it (stream.map)")
         if not hasattr(ids, "__len__"):

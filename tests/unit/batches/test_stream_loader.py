@@ -208,6 +208,7 @@ def test_truncated_documents_are_told_and_counted(caplog: pytest.LogCaptureFixtu
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"input_ids": []}, "row 5: it has no tokens"),
+    "nothing": ({"input_ids": None}, "row 5: input_ids is None; leave such rows out"),
     "no column": ({"text": "a"}, r"row 5: the stream gives no 'input_ids', only \['text'\]"),
     "padding": ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "row 5: attention_mask is 0 at token 1"),
     "negative": ({"input_ids": [1, -2]}, "row 5: input_ids is -2 at token 1"),
