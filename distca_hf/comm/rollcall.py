@@ -70,7 +70,7 @@ class RollCall:
         self._rank = rank
         self._ranks = ranks
         self._patience_seconds = patience_seconds
-        self._names = names or {}
+        self.names = names or {}
         self._hook: Announcement | None = None
         self._has_left = False
         # Returns texts for the places of ranks that have come no further for some seconds, with a number that grows as
@@ -141,12 +141,16 @@ class RollCall:
             number = in_group.get(rank)
             of_job = "" if number == rank else f" (rank {rank} of the job)"
             known = f"rank {rank} of the job" if number is None else f"rank {number}{of_job}"
-            yield f"{self._names.get(rank, known)} {message}"
+            yield f"{self.names.get(rank, known)} {message}"
 
-    def announce_uncaught_errors(self) -> None:
+    def announce_uncaught_errors(self, names_lost: bool = True) -> None:
         """Leaves a message, from now on, before an exception ends this process. If another rank's end caused it in a
-        collective of other code, the exception gets a note that names that rank. Our own errors name it already."""
-        self._hook = sys.excepthook = Announcement(self, sys.excepthook)
+        collective of other code, the exception gets a note that names that rank. Our own errors name it already.
+
+        Args:
+            names_lost: whether these ranks take part in collectives of other code.
+        """
+        self._hook = sys.excepthook = Announcement(self, sys.excepthook, names_lost)
 
     def be_silent(self) -> None:
         """Stops announcing exceptions. Removes hooks unless other code has put its own before them: memberships of
@@ -165,8 +169,8 @@ class RollCall:
 class Announcement:
     """An exception hook that leaves the message of an error for other ranks."""
 
-    def __init__(self, call: RollCall, earlier: ExceptHook) -> None:
-        self._call = call
+    def __init__(self, call: RollCall, earlier: ExceptHook, names_lost: bool) -> None:
+        self._call, self._names_lost = call, names_lost
         self.earlier = earlier
         self.is_silent = False
 
@@ -178,7 +182,7 @@ class Announcement:
 
     def _leave(self, error: BaseException) -> None:
         cause = cause_of(error)
-        if tells_of_a_lost_peer(cause) and not isinstance(cause, DistCAError):
+        if self._names_lost and tells_of_a_lost_peer(cause) and not isinstance(cause, DistCAError):
             for message in filter(None, (self._call.in_vain, *self._call.missing_in_words())):
                 error.add_note(f"distca_hf: {message}")
         self._call.leave(f"{type(cause).__name__}: {cause}")

@@ -142,12 +142,15 @@ class MembershipTransport(TorchTransport):
     def failure(
         self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
     ) -> DistCAError:
-        """Returns the error to raise for a failed exchange."""
+        """Returns the error to raise for a failed exchange: a ServerLostError unless only trainers were lost."""
         if self._may_fail():
             return ServerLostError(f"rank {self.rank}, {where}: {self._lost() or first_line(error)}")
         message = self._lost()
         known = super().failure(error, where, began, scope)
-        return ServerLostError(f"{known}" if message is None else f"{known} Of attention servers: {message}")
+        if message is not None:
+            return ServerLostError(f"{known} Of attention servers: {message}")
+        of_servers = any(name in str(known) for name in self._rollcall.names.values())
+        return ServerLostError(f"{known}") if of_servers else known
 
     @property
     def is_at_rest(self) -> bool:
@@ -285,7 +288,7 @@ def meet(
             f"rank {rank} waited in vain for all {num_trainers} trainers and {len(members)} attention "
             f"servers to open their group. Cause: {first_line(error)}"
         ) from error
-    rollcall.announce_uncaught_errors()
+    rollcall.announce_uncaught_errors(names_lost=False)  # servers are in no collective of other code
     grid = Grid.flat(range(num_trainers), rank)
     return MembershipTransport(group, rollcall, device, grid, lost, may_fail, traffic)
 

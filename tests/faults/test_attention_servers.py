@@ -13,7 +13,7 @@ import pytest
 
 import distca_hf
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.runtime import attention
+from distca_hf.runtime import attention, op
 from distca_hf.runtime.alike_layers import LayerLookup
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.servers import server
@@ -217,6 +217,35 @@ def test_trainers_end_with_the_name_of_the_server_and_take_no_step(
         assert (int(steps.read_text()) if steps.is_file() else 0) == case.steps
         for words in case.words:
             assert words in outcome.output
+
+
+def break_in_backward(folder: Path) -> None:
+    """Trainer 1 raises in the first step, in backward of its second layer."""
+    if os.environ["RANK"] == "1":
+        _harm(op, "attend_backward", 1, _fail(ValueError("the hook is broken")))
+    train(folder)
+
+
+def test_a_trainer_that_fails_in_a_layer_is_named_and_no_server_is_blamed(tmp_path: Path) -> None:
+    survivor, failed, _ = start_ranks(TRAINERS, break_in_backward, tmp_path, tmp_path, servers=1)
+
+    assert "ValueError: the hook is broken" in failed.output
+    assert "PeerLostError: rank 0, micro-batch 0, layer 0, backward" in survivor.output, survivor.output
+    assert "rank 1 left: ValueError: the hook is broken" in survivor.output
+    assert "ServerLostError" not in survivor.output
+
+
+def fail_in_other_code(folder: Path) -> None:
+    train(folder)
+    if os.environ["RANK"] == "0":
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+
+def test_no_server_is_blamed_for_a_failed_collective_of_other_code(tmp_path: Path) -> None:
+    failed, *_ = start_ranks(TRAINERS, fail_in_other_code, tmp_path, tmp_path, servers=1)
+
+    assert "distca_hf: rank 1 does not answer" in failed.output, failed.output
+    assert "attention server 0" not in failed.output.partition("Traceback")[2]
 
 
 def leave_without_a_word(folder: Path) -> None:
