@@ -333,7 +333,10 @@ def give_own_attention(model: PreTrainedModel) -> None:
 
 def without_kinds_of_text(batch: Batch) -> Batch:
     """Returns a batch without kinds of tokens if these say that all are text: a model would make a mask for images
-    from them. Returns the batch itself if it has no kinds; otherwise waits for the device."""
+    from them. Keeps them next to grids of images, because a model asks for both. Returns the batch itself if it has no
+    kinds; otherwise waits for the device."""
+    if any(name.endswith("_grid_thw") and given is not None for name, given in batch.items()):
+        return batch
     of_text = {
         name
         for name in KINDS_OF_TOKENS

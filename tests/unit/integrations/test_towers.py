@@ -138,6 +138,18 @@ def test_kinds_of_tokens_are_text_or_refused(trains: bool) -> None:
         logits(model, token_type_ids=kinds)
 
 
+@pytest.mark.parametrize("images", [0, 1])
+def test_kinds_of_text_stay_next_to_a_grid(images: int) -> None:
+    """Qwen3-VL asks for kinds if it gets a grid, also one of no image, or if kinds say that all is text."""
+    model, plain = (multimodal_model("qwen3_vl", name) for name in ("distca", "sdpa"))
+    enabled(model)
+    batch = {name: column for name, column in document(0, 40).items() if name != "pixel_values"}
+    batch["image_grid_thw"] = torch.tensor([[1, 4, 4]])[:images]
+    batch["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
+
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_placed_batches_have_no_cache() -> None:
     """Qwen2.5-VL passes `use_cache` on among its keywords."""
     model = enabled(multimodal_model("qwen2_5_vl"))
