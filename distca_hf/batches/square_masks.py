@@ -13,6 +13,7 @@ documents instead. So the mask becomes numbers of documents, `[B, T]`:
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from distca_hf.batches.batch_documents import Batch, cache_of, tokens_of
@@ -25,11 +26,15 @@ REMEDY = "give zeros and ones of shape [batch, tokens], and position_ids that be
 
 
 def check_shapes(batch: Batch) -> None:
-    """Checks that tokens are `[B, T]`, and that a mask with one number per token fits them.
+    """Checks that tokens are `[B, T]`, that a mask with one number per token fits them, and that tensors say where
+    documents begin: lists would be left unread.
 
     Raises:
-        PackingError: gives both shapes.
+        PackingError: gives both shapes, or the type.
     """
+    for name in ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        if isinstance(batch.get(name), list | tuple | np.ndarray):
+            raise PackingError(f"{name} is a {type(batch[name]).__name__}, and must be a tensor; collate it as one")
     tokens, mask = tokens_of(batch), batch.get("attention_mask")
     shape = tuple(tokens.shape)
     if tokens.ndim != 2:

@@ -220,9 +220,17 @@ def name_of(module: nn.Module) -> str:
     return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
 
 
-def stated_lengths(batch: Batch) -> IntArray | None:
+def agreed_lengths(batch: Batch) -> IntArray | None:
     """Returns lengths of the documents of a training batch, row after row; None if the batch is padded. Raises
-    PackingError if nothing says where documents begin, or offsets, positions and `seq_idx` disagree."""
+    PackingError if offsets, positions and `seq_idx` disagree."""
+    lengths = document_lengths(batch)
+    if lengths is not None:
+        _check_seq_idx(batch, lengths)
+    return lengths
+
+
+def stated_lengths(batch: Batch) -> IntArray | None:
+    """Returns `agreed_lengths`. Raises PackingError also if nothing says where documents begin."""
     lengths = document_lengths(batch)
     if lengths is None:
         return None
@@ -269,6 +277,8 @@ def _check_seq_idx(batch: Batch, lengths: IntArray) -> None:
     numbers, tokens = seq_idx.flatten().cpu().numpy(), int(lengths.sum())
     if len(numbers) != tokens:
         raise PackingError(f"seq_idx numbers {len(numbers)} tokens, the batch has {tokens}")
+    if not tokens:
+        return
     begins = np.zeros(tokens, dtype=bool)
     begins[np.cumsum(lengths)[:-1]] = True
     changes = np.diff(numbers, prepend=numbers[:1]) != 0
@@ -280,5 +290,6 @@ def _check_seq_idx(batch: Batch, lengths: IntArray) -> None:
         one, other = ("begins", "goes on") if begins[at] else ("goes on", "begins")
         raise PackingError(
             f"token {at}: a document {one} there by cu_seq_lens_q or position_ids, and {other} by seq_idx "
-            f"({numbers[at - 1]} is followed by {numbers[at]}); leave seq_idx out of the batch, or make them agree"
+            f"({numbers[at - 1]} is followed by {numbers[at]}); leave seq_idx out of the batch, or make them agree: "
+            "give position_ids that begin at 0 in every document"
         )

@@ -236,6 +236,16 @@ OTHER_INPUTS: dict[str, tuple[str, Callable[[nn.Module], Batch], str]] = {
         lambda model: _on_rank_1(model, lambda batch: {"attention_mask": torch.ones_like(batch["input_ids"][:, 1:])}),
         "attention_mask of shape (1, 13) does not fit tokens of shape (1, 14)",
     ),
+    "offsets in a list": (
+        "llama",
+        lambda model: _on_rank_1(model, lambda _: {"cu_seq_lens_q": [0, 5, 14]}),
+        "cu_seq_lens_q is a list, and must be a tensor",
+    ),
+    "other documents by seq_idx": (
+        "llama",
+        lambda model: _on_rank_1(model, lambda _: {"seq_idx": torch.tensor([[0] * 6 + [1] * 8])}),
+        "token 5: a document begins there by cu_seq_lens_q or position_ids, and goes on by seq_idx",
+    ),
     "tokens without rows": ("llama", _of_one_row, "input_ids of shape (14,) must have the shape [batch, tokens]"),
     "images of another dtype": ("qwen3_vl", _with_half_images, "are torch.float64 on rank 0, torch.float16 on rank 1"),
     "a cache": ("llama", lambda model: _on_rank_1(model, lambda _: {"use_cache": True}), "got use_cache=True, and"),

@@ -25,9 +25,9 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from distca_hf.arrays import IntArray, exclusive_cumsum
-from distca_hf.batches.batch_documents import Batch, cache_of, document_lengths, tokens_of
+from distca_hf.batches.batch_documents import Batch, cache_of, tokens_of
 from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
-from distca_hf.integrations.finding import lengths_and_rows, stated_lengths
+from distca_hf.integrations.finding import agreed_lengths, lengths_and_rows, stated_lengths
 from distca_hf.integrations.models.carried_mixers import CalledFunctions, carried_forward
 from distca_hf.integrations.models.mixers import LOWEST_STATES, halo_tokens_for, mixers_of
 from distca_hf.integrations.models.structure import source_of
@@ -238,7 +238,7 @@ class MixerWatch:
         self.carry = self.halo_tokens is not None
         self.need_whole = bool(self.mixers) and not self.carry
         # Returns lengths of the documents of a batch, and checks them.
-        self.lengths = stated_lengths if self.mixers else document_lengths
+        self.lengths = stated_lengths if self.mixers else agreed_lengths
         classes = {type(mixer): mixer for mixer in self.mixers.values()}
         named = ", ".join(sorted(one.__name__ for one in classes))
         self._named = f"{len(self.mixers)} parts of {type(model).__name__} ({named})"
