@@ -60,6 +60,8 @@ REMEDY = (
     "All ranks must run the same micro-batches: one that skips a batch (out of memory, a loss that is not finite), or "
     "has one more (unequal lengths, even_batches=False), leaves the others waiting. Skip it on all ranks, or on none"
 )
+# What an error says if it names no lost rank.
+NOBODY_LOST = "all ranks still answer"
 
 
 class TorchTransport:
@@ -269,7 +271,7 @@ class TorchTransport:
         waited_seconds = 0.0 if began is None else time.monotonic() - began
         in_words = self._rollcall.missing_in_words(waited_seconds, self.members(scope))
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
-        missing = "; ".join(in_words) or "all ranks still answer"
+        missing = "; ".join(in_words) or NOBODY_LOST
         message = f"{self.grid.name}, {where}: {missing}. Last exchanges: {recent}. Cause: {first_line(error)}"
         if "timed out" in str(error).lower():
             return StepTimeoutError(

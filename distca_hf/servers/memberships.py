@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
+from distca_hf.comm.torch_transport import NOBODY_LOST, TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError, first_line
 from distca_hf.servers.job_store import JobStore
@@ -149,8 +149,8 @@ class MembershipTransport(TorchTransport):
         known = super().failure(error, where, began, scope)
         if message is not None:
             return ServerLostError(f"{known} Of attention servers: {message}")
-        of_servers = any(name in str(known) for name in self._rollcall.names.values())
-        return ServerLostError(f"{known}") if of_servers else known
+        may_be_server = any(name in str(known) for name in (NOBODY_LOST, *self._rollcall.names.values()))
+        return ServerLostError(f"{known}") if may_be_server else known
 
     @property
     def is_at_rest(self) -> bool:
