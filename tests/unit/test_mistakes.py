@@ -179,8 +179,8 @@ def keyboard_interrupt(make: Make) -> None:
 TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     "04 enable is forgotten": (
         loop_without_enable,
-        "a model that was not enabled: its loss would be wrong",
-        "a batch of plugin.dataloader",
+        "a model that was not enabled, or in a layer that is new since then: its loss would be wrong",
+        "a batch with a plan",
         "Call distca_hf.enable(model, plugin) before",
     ),
     "06 a collator of one's own": (

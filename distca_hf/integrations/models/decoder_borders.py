@@ -96,7 +96,8 @@ class DecoderBorders:
             self._counts = "tempers queries by position" if any(map(tempers_queries, layers)) else scales
         self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
-        self._is_open, self._image_tokens, self._of_caller = False, 0, frozenset[str]()
+        # Names of the decoder's inputs and of the batch: only what the model made besides may be a vector.
+        self._is_open, self._image_tokens, self._known = False, 0, frozenset(self._names)
         self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
         self._crossings, self._has_warned = 0, False
@@ -127,7 +128,7 @@ class DecoderBorders:
             image_tokens: number of tokens that may be of images, also in padding.
             of_caller: names of what the model was given.
         """
-        self._is_open, self._image_tokens, self._of_caller = True, image_tokens, frozenset(of_caller)
+        self._is_open, self._image_tokens, self._known = True, image_tokens, frozenset((*self._names, *of_caller))
         if self.counts_padding(padded):
             raise UnsupportedAttentionError(
                 f"{self._class_name} {self._counts}, and rows are padded on the left: Transformers would count their "
@@ -184,7 +185,8 @@ class DecoderBorders:
         moving = {
             name: value.flatten(0, 1)
             for name, value in sorted(given.items())
-            if self._may_move(name, value) and value.shape[:2] == tokens.shape
+            if name not in APART and isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape
+            if name in self._known or not _is_vector(value)
         }
         if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
@@ -219,14 +221,6 @@ class DecoderBorders:
         self._check_calls(plan)  # if a rank left out a layer, its rows would arrive in that layer of others
         found = {id(value): value for value in _of_tokens(output, rows.num_placed)}
         return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
-
-    def _may_move(self, name: str, value: object) -> bool:
-        """Returns whether an input may have values per token. A vector that the model made for all rows (`t_cond` of
-        Voxtral Realtime) has none, even if it has as many numbers as a row has tokens."""
-        if not isinstance(value, torch.Tensor) or name in APART:
-            return False
-        is_known = name in self._names or name in self._of_caller
-        return is_known or value.ndim != 2 or len(value) > 1 or not value.is_floating_point()
 
     def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Returns `[position rows, places]` of a batch, int64 on all ranks: its own, or counted within documents."""
@@ -320,17 +314,18 @@ class DecoderBorders:
                 "Give both as one processor made them"
             )
         batch_size, length = shape = tokens_of(given).shape
-        for name in {*self._names} - APART:
-            held = [*value.values()] if isinstance(value := given.get(name), dict) else value
-            if isinstance(held, list | tuple) and any(isinstance(one, torch.Tensor) for one in held):
-                raise UnsupportedAttentionError(
-                    f"{where}: the decoder of {self._class_name} gets {name}, a {type(value).__name__} of tensors: it "
-                    "is not known how to move it with the tokens. Train on text, or without distca_hf"
-                )
         for name, value in given.items():
-            if not self._may_move(name, value):
+            if name in APART or value is None:
                 continue
-            if value.shape[:2] == shape or value.numel() <= 1:
+            if name in self._names and isinstance(value, (dict, list, tuple)):
+                if any(map(torch.is_tensor, value.values() if isinstance(value, dict) else value)):
+                    raise UnsupportedAttentionError(
+                        f"{where}: the decoder of {self._class_name} gets {name}, {type(value).__name__} of tensors: "
+                        "it is not known how to move these with the tokens. Train on text, or without distca_hf"
+                    )
+            if not isinstance(value, torch.Tensor) or value.shape[:2] == shape or value.numel() <= 1:
+                continue
+            if name not in self._known and _is_vector(value):
                 continue
             is_of_tokens = length in value.shape[1:] or value.shape[:1] == (batch_size * length,)
             if is_of_tokens or name in self._names:
@@ -339,6 +334,11 @@ class DecoderBorders:
                     f"shape {[*shape]}: it is not known how to move it with the tokens. Leave it out, or give it one "
                     "value per token"
                 )
+
+
+def _is_vector(value: torch.Tensor) -> bool:
+    """Returns whether an input has the shape of one vector for all rows, as a model may make (`t_cond` of Voxtral)."""
+    return value.ndim == 2 and value.shape[0] == 1 and value.is_floating_point()
 
 
 def _of_inputs(columns: Columns, given: Batch) -> dict[str, object]:
