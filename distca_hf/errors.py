@@ -15,7 +15,13 @@ UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-
 
 
 class DistCAError(Exception):
-    """Base of everything raised on purpose."""
+    """Base of everything raised on purpose.
+
+    Attributes:
+        lost_ranks: ranks of the roll call that a failed operation waited for; empty if none is known.
+    """
+
+    lost_ranks: tuple[int, ...] = ()
 
 
 class ConfigError(DistCAError, ValueError):

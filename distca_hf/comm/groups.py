@@ -239,7 +239,7 @@ def _new_group(
 
 def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, error: RuntimeError) -> PeerLostError:
     """Returns the error to raise if groups could not be opened; it names the ranks that did not come."""
-    missing = "; ".join(rollcall.missing_in_words(waited_seconds))
+    missing = "; ".join(rollcall.in_words(rollcall.missing(waited_seconds)))
     return PeerLostError(
         f"{members.grid.name} waited {waited_seconds:.0f} s for all {len(members.group)} ranks to open their "
         f"groups (at attach, at the first batch of plugin.dataloader, or at the first packed batch): "

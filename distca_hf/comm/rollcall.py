@@ -134,10 +134,11 @@ class RollCall:
             for rank in sorted(waiting)
         }
 
-    def missing_in_words(self, waited_seconds: float = 0.0, among: Sequence[int] | None = None) -> Iterator[str]:
-        """Yields a phrase for each rank in `missing`, with its number in the group and, if different, in the job."""
+    def in_words(self, missing: Mapping[int, str]) -> Iterator[str]:
+        """Yields a phrase for each rank that `missing` found, with its number in the group and, if different, in the
+        job."""
         in_group = {rank: number for number, rank in enumerate(self._ranks)}
-        for rank, message in self.missing(waited_seconds, among).items():
+        for rank, message in missing.items():
             number = in_group.get(rank)
             of_job = "" if number == rank else f" (rank {rank} of the job)"
             known = f"rank {rank} of the job" if number is None else f"rank {number}{of_job}"
@@ -183,7 +184,7 @@ class Announcement:
     def _leave(self, error: BaseException) -> None:
         cause = cause_of(error)
         if self._names_lost and tells_of_a_lost_peer(cause) and not isinstance(cause, DistCAError):
-            for message in filter(None, (self._call.in_vain, *self._call.missing_in_words())):
+            for message in filter(None, (self._call.in_vain, *self._call.in_words(self._call.missing()))):
                 error.add_note(f"distca_hf: {message}")
         self._call.leave(f"{type(cause).__name__}: {cause}")
 

@@ -60,8 +60,6 @@ REMEDY = (
     "All ranks must run the same micro-batches: one that skips a batch (out of memory, a loss that is not finite), or "
     "has one more (unequal lengths, even_batches=False), leaves the others waiting. Skip it on all ranks, or on none"
 )
-# What an error says if it names no lost rank.
-NOBODY_LOST = "all ranks still answer"
 
 
 class TorchTransport:
@@ -269,15 +267,17 @@ class TorchTransport:
         """Returns the error to raise for a failed operation of the ranks of a scope. It names the lost ranks, if they
         are known."""
         waited_seconds = 0.0 if began is None else time.monotonic() - began
-        in_words = self._rollcall.missing_in_words(waited_seconds, self.members(scope))
+        lost = self._rollcall.missing(waited_seconds, self.members(scope))
         recent = "; ".join(list(self.traffic.recent)[-3:]) or "none"
-        missing = "; ".join(in_words) or NOBODY_LOST
+        missing = "; ".join(self._rollcall.in_words(lost)) or "all ranks still answer"
         message = f"{self.grid.name}, {where}: {missing}. Last exchanges: {recent}. Cause: {first_line(error)}"
+        known: DistCAError = PeerLostError(message)
         if "timed out" in str(error).lower():
-            return StepTimeoutError(
+            known = StepTimeoutError(
                 f"{message}. Deadlines are timeouts.exchange_seconds and timeouts.agreement_seconds."
             )
-        return PeerLostError(message)
+        known.lost_ranks = tuple(lost)
+        return known
 
 
 @dataclass(eq=False, slots=True)

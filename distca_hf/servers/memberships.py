@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.torch_transport import NOBODY_LOST, TorchExchange, TorchTransport
+from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError, first_line
 from distca_hf.servers.job_store import JobStore
@@ -149,8 +149,9 @@ class MembershipTransport(TorchTransport):
         known = super().failure(error, where, began, scope)
         if message is not None:
             return ServerLostError(f"{known} Of attention servers: {message}")
-        may_be_server = any(name in str(known) for name in (NOBODY_LOST, *self._rollcall.names.values()))
-        return ServerLostError(f"{known}") if may_be_server else known
+        servers = self._rollcall.names.keys()
+        only_trainers = known.lost_ranks and servers.isdisjoint(known.lost_ranks)
+        return known if only_trainers else ServerLostError(f"{known}")
 
     @property
     def is_at_rest(self) -> bool:

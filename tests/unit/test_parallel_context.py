@@ -173,10 +173,10 @@ def test_missing_ranks_are_named_by_both_numbers_where_they_differ() -> None:
     RollCall(store, 3, (1, 3)).leave("ValueError: bad row")
     RollCall(store, 1, range(2)).leave("ValueError: bad row")
 
-    assert list(RollCall(store, 1, (1, 3), 0.0).missing_in_words()) == [
-        "rank 1 (rank 3 of the job) left: ValueError: bad row"
-    ]
-    assert list(RollCall(store, 0, range(2), 0.0).missing_in_words()) == ["rank 1 left: ValueError: bad row"]
+    calls = RollCall(store, 1, (1, 3), 0.0), RollCall(store, 0, range(2), 0.0)
+    in_words = [list(call.in_words(call.missing())) for call in calls]
+
+    assert in_words == [["rank 1 (rank 3 of the job) left: ValueError: bad row"], ["rank 1 left: ValueError: bad row"]]
 
 
 # --- grids

@@ -314,24 +314,24 @@ class DecoderBorders:
                 "Give both as one processor made them"
             )
         batch_size, length = shape = tokens_of(given).shape
+        gets = f"{where}: the decoder of {self._class_name} gets"
         for name, value in given.items():
             if name in APART or value is None:
                 continue
-            gets = f"{where}: the decoder of {self._class_name} gets {name}"
             if isinstance(value, torch.Tensor):
                 if value.shape[:2] == shape or value.numel() <= 1 or (name not in self._known and _is_vector(value)):
                     continue
                 is_of_tokens = length in value.shape[1:] or value.shape[:1] == (batch_size * length,)
                 if is_of_tokens or name in self._names:
                     raise UnsupportedAttentionError(
-                        f"{gets} of shape {[*value.shape]}, and tokens of shape {[*shape]}: it is not known how to "
-                        "move it with the tokens. Leave it out, or give it one value per token"
+                        f"{gets} {name} of shape {[*value.shape]}, and tokens of shape {[*shape]}: it is not known "
+                        "how to move it with the tokens. Leave it out, or give it one value per token"
                     )
             elif name in self._names and isinstance(value, (dict, list, tuple)):
                 if any(map(torch.is_tensor, value.values() if isinstance(value, dict) else value)):
                     raise UnsupportedAttentionError(
-                        f"{gets}, a {type(value).__name__} of tensors: it is not known how to move these with the "
-                        "tokens. Train on text, or without distca_hf"
+                        f"{gets} {name}, a {type(value).__name__} of tensors: it is not known how to move these "
+                        "with the tokens. Train on text, or without distca_hf"
                     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import datasets
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
@@ -131,10 +132,13 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
 def _let_wrap(trainer: Trainer) -> None:
     """Lets a training wrap a model in DDP that was evaluated before. Accelerate remembers that it has prepared this
     model, although for evaluation, and would return it as it is: each rank would train separately."""
-    if trainer.accelerator.distributed_type in DDP and model_mesh(trainer.model) is None:
-        if not any(isinstance(part, DistributedDataParallel) for part in trainer.model_wrapped.modules()):
-            vars(trainer.model).pop("_is_accelerate_prepared", None)
-            trainer.model_wrapped = trainer.model
+    if trainer.accelerator.distributed_type not in DDP or model_mesh(trainer.model) is not None:
+        return
+    is_wrapped = any(isinstance(part, DistributedDataParallel) for part in trainer.model_wrapped.modules())
+    # Nobody wraps a model in DDP that is already sharded.
+    if not is_wrapped and not any(isinstance(weight, DTensor) for weight in trainer.model.parameters()):
+        vars(trainer.model).pop("_is_accelerate_prepared", None)
+        trainer.model_wrapped = trainer.model
 
 
 def detach(trainer: Trainer) -> None:

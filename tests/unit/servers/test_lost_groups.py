@@ -9,7 +9,7 @@ import torch
 from distca_hf.comm.grid import Grid
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import AllToAll
-from distca_hf.errors import ServerLostError
+from distca_hf.errors import PeerLostError, ServerLostError
 from distca_hf.servers import memberships
 from distca_hf.servers.memberships import MembershipTransport, in_time
 
@@ -24,7 +24,8 @@ class Work:
 class Group:
     """A group of NCCL with a GPU that takes its time."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
         self.started = self.aborted = 0
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
@@ -33,7 +34,7 @@ class Group:
         return 0
 
     def size(self) -> int:
-        return 2
+        return self._size
 
     def name(self) -> str:
         return "nccl"
@@ -97,6 +98,30 @@ def test_closing_aborts_once(group: Group, transport: MembershipTransport) -> No
     transport.close()
     transport.close()
     assert group.aborted == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [([], ServerLostError), ([1], PeerLostError), ([2], ServerLostError), ([1, 2], ServerLostError)],
+    ids=["nobody", "a trainer", "a server", "both"],
+)
+def test_servers_are_blamed_unless_only_trainers_left(left: list[int], expected: type[Exception]) -> None:
+    """Ranks 0 and 1 train, 2 is a server."""
+    store = torch.distributed.HashStore()
+    calls = [RollCall(store, rank, range(3), 0.0, names={2: "attention server 0"}) for rank in range(3)]
+    for rank, call in enumerate(calls[1:], start=1):
+        if rank in left:
+            call.leave("ValueError: bad row")
+        else:
+            call.missing()  # it answers
+    opened = MembershipTransport(
+        Group(3), calls[0], torch.device("cuda", 0), Grid.flat([0, 1], 0), lambda: None, lambda: False
+    )
+
+    failed = opened.failure(RuntimeError("Connection closed by peer"), "layer 3")
+
+    assert type(failed) is expected
+    opened.close()
 
 
 def test_a_call_that_never_returns_is_left_behind() -> None:
