@@ -28,6 +28,7 @@ from distca_hf.batches.batch_documents import (
     tokens_of,
     whole_rows,
 )
+from distca_hf.batches.square_masks import check_shapes
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.kernels.interface import Spans
 from distca_hf.runtime.custom_op import define_op
@@ -231,16 +232,14 @@ def agreed_lengths(batch: Batch) -> IntArray | None:
 
 def stated_lengths(batch: Batch) -> IntArray | None:
     """Returns `agreed_lengths`. Raises PackingError also if nothing says where documents begin."""
-    lengths = document_lengths(batch)
-    if lengths is None:
-        return None
-    if len(lengths) and all(batch.get(name) is None for name in ("cu_seq_lens_q", "position_ids", "attention_mask")):
+    lengths = agreed_lengths(batch)
+    stated = any(batch.get(name) is not None for name in ("cu_seq_lens_q", "position_ids", "attention_mask"))
+    if lengths is not None and len(lengths) and not stated:
         raise PackingError(
             "nothing says where documents begin, and layers of this model carry a state from token to token: one "
             "document would run into the next. Give position_ids or cu_seq_lens_q (DataCollatorWithFlattening does), "
             "or an attention_mask if every row is a document"
         )
-    _check_seq_idx(batch, lengths)
     return lengths
 
 
@@ -248,16 +247,11 @@ def lengths_and_rows(batch: Batch) -> tuple[IntArray, IntArray | None]:
     """Returns lengths of the documents of any batch, and the place of each of their tokens in the flattened batch;
     None instead of places if documents fill all rows, one after the other. Raises PackingError if offsets, positions,
     `seq_idx` and mask disagree, or a document does not begin at position 0."""
-    lengths = document_lengths(batch)
+    lengths = agreed_lengths(batch)
     if lengths is not None:
-        _check_seq_idx(batch, lengths)
         return lengths, None
+    check_shapes(batch)
     tokens, mask, positions = tokens_of(batch), batch["attention_mask"], batch.get("position_ids")
-    if mask.shape != tokens.shape:
-        raise PackingError(
-            f"attention_mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(tokens.shape)}; give "
-            "zeros and ones of shape [batch, tokens]"
-        )
     if positions is not None and positions.ndim == 3:  # several positions per token, as of images
         positions = positions[0] if len(positions) == POSITIONS_WITH_TEXT else None
     is_token = mask != 0
