@@ -79,10 +79,16 @@ class RollCall:
         # Says which ranks wait for each other at different places, once they were found.
         self.in_vain: str | None = None
 
-    def leave(self, message: str) -> None:
-        """Leaves the message of an error for the others, who cannot read it if the store is gone."""
+    def leave(self, message: str, follows: bool = False) -> None:
+        """Leaves the message of an error for the others, who cannot read it if the store is gone.
+
+        Args:
+            follows: whether the error was caused by another rank that had ended before.
+        """
         self._has_left = True
         try:
+            if follows:
+                self._store.set(f"follows/{self._rank}", "")  # before the message, which others wait for
             self._store.set(f"left/{self._rank}", f"left: {message[:LONGEST_MESSAGE]}")
         except RuntimeError as error:
             log.warning("rank %d: its error did not reach the other ranks: %s", self._rank, error, extra=OF_THIS_RANK)
@@ -133,6 +139,13 @@ class RollCall:
             rank: f"does not answer after {self._patience_seconds:g} s (killed, stopped, or at work elsewhere)"
             for rank in sorted(waiting)
         }
+
+    def causes(self, missing: Mapping[int, str]) -> tuple[int, ...]:
+        """Returns the ranks that `missing` found, without those that ended because of another rank."""
+        try:
+            return tuple(rank for rank in missing if not self._store.check([f"follows/{rank}"]))
+        except RuntimeError:  # the store is gone
+            return tuple(missing)
 
     def in_words(self, missing: Mapping[int, str]) -> Iterator[str]:
         """Yields a phrase for each rank that `missing` found, with its number in the group and, if different, in the
@@ -186,7 +199,7 @@ class Announcement:
         if self._names_lost and tells_of_a_lost_peer(cause) and not isinstance(cause, DistCAError):
             for message in filter(None, (self._call.in_vain, *self._call.in_words(self._call.missing()))):
                 error.add_note(f"distca_hf: {message}")
-        self._call.leave(f"{type(cause).__name__}: {cause}")
+        self._call.leave(f"{type(cause).__name__}: {cause}", follows=tells_of_a_lost_peer(cause))
 
 
 def show_errors_once() -> None:

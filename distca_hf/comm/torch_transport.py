@@ -276,7 +276,7 @@ class TorchTransport:
             known = StepTimeoutError(
                 f"{message}. Deadlines are timeouts.exchange_seconds and timeouts.agreement_seconds."
             )
-        known.lost_ranks = tuple(lost)
+        known.lost_ranks = self._rollcall.causes(lost)
         return known
 
 

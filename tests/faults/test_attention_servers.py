@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import distca_hf
+from distca_hf.comm.rollcall import RollCall
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.runtime import attention, op
 from distca_hf.runtime.alike_layers import LayerLookup
@@ -219,19 +221,32 @@ def test_trainers_end_with_the_name_of_the_server_and_take_no_step(
             assert words in outcome.output
 
 
-def break_in_backward(folder: Path) -> None:
+def break_in_backward(folder: Path, server_leaves_first: bool) -> None:
     """Trainer 1 raises in the first step, in backward of its second layer."""
     if os.environ["RANK"] == "1":
         _harm(op, "attend_backward", 1, _fail(ValueError("the hook is broken")))
+    elif server_leaves_first:
+        ask = RollCall.missing
+
+        def ask_late(call: RollCall, *given: Any) -> dict[int, str]:
+            while TRAINERS in call._ranks and not call._store.check([f"left/{TRAINERS}"]):
+                time.sleep(0.02)
+            return ask(call, *given)
+
+        RollCall.missing = ask_late  # type: ignore[method-assign]
     train(folder)
 
 
-def test_a_trainer_that_fails_in_a_layer_is_named_and_no_server_is_blamed(tmp_path: Path) -> None:
-    survivor, failed, _ = start_ranks(TRAINERS, break_in_backward, tmp_path, tmp_path, servers=1)
+@pytest.mark.parametrize("server_leaves_first", [False, True], ids=["", "server follows at once"])
+def test_a_trainer_that_fails_in_a_layer_is_named_and_no_server_is_blamed(
+    tmp_path: Path, server_leaves_first: bool
+) -> None:
+    survivor, failed, _ = start_ranks(TRAINERS, break_in_backward, tmp_path, tmp_path, server_leaves_first, servers=1)
 
     assert "ValueError: the hook is broken" in failed.output
     assert "PeerLostError: rank 0, micro-batch 0, layer 0, backward" in survivor.output, survivor.output
     assert "rank 1 left: ValueError: the hook is broken" in survivor.output
+    assert not server_leaves_first or f"{NAME} left: PeerLostError: rank 2" in survivor.output
     assert "ServerLostError" not in survivor.output
 
 

@@ -101,17 +101,27 @@ def test_closing_aborts_once(group: Group, transport: MembershipTransport) -> No
 
 
 @pytest.mark.parametrize(
-    ("left", "expected"),
-    [([], ServerLostError), ([1], PeerLostError), ([2], ServerLostError), ([1, 2], ServerLostError)],
-    ids=["nobody", "a trainer", "a server", "both"],
+    ("left", "followers", "expected"),
+    [
+        ([], [], ServerLostError),
+        ([1], [], PeerLostError),
+        ([2], [], ServerLostError),
+        ([1, 2], [], ServerLostError),
+        ([1, 2], [2], PeerLostError),
+        ([1, 2], [1], ServerLostError),
+        ([1, 2], [1, 2], ServerLostError),
+    ],
+    ids=["nobody", "trainer", "server", "both", "trainer, then server", "server, then trainer", "both follow another"],
 )
-def test_servers_are_blamed_unless_only_trainers_left(left: list[int], expected: type[Exception]) -> None:
+def test_servers_are_blamed_unless_trainers_left_first(
+    left: list[int], followers: list[int], expected: type[Exception]
+) -> None:
     """Ranks 0 and 1 train, 2 is a server."""
     store = torch.distributed.HashStore()
     calls = [RollCall(store, rank, range(3), 0.0, names={2: "attention server 0"}) for rank in range(3)]
     for rank, call in enumerate(calls[1:], start=1):
         if rank in left:
-            call.leave("ValueError: bad row")
+            call.leave("ValueError: bad row", follows=rank in followers)
         else:
             call.missing()  # it answers
     opened = MembershipTransport(
