@@ -289,7 +289,8 @@ def test_gradients_are_those_of_data_parallelism(
             assert crosses == case.crosses, name
             if crosses:
                 assert max(after) <= max(1, sum(after) // world + 1) <= max(before), name
-            assert loss == pytest.approx(losses[rank], rel=max(1e-12, case.most)), (name, rank)
+            rounding = 1e-12 if case.in_double else 2e-7  # losses are sums in float32, in another order for other rows
+            assert loss == pytest.approx(losses[rank], rel=max(rounding, case.most)), (name, rank)
             worst = max(
                 ((ours[weight] - gradient).abs().max() / max(gradient.abs().max(), 1e-6 * largest)).item()
                 for weight, gradient in gradients.items()

@@ -305,8 +305,9 @@ def test_servers_change_no_number(program: str, numbers: list[dict[str, Numbers]
     alone, served = (of[program] for of in numbers)
 
     assert len(alone) > STEPS
-    rounding = 5e-3 if program == "in_bf16" else 1e-6
-    assert served == pytest.approx(alone, rel=10 * rounding, abs=rounding)
+    # Sums of gradients cancel; in bf16 they keep one digit, and CPUs round in different ways.
+    relative, absolute = (5e-2, 2e-2) if program == "in_bf16" else (1e-5, 1e-6)
+    assert served == pytest.approx(alone, rel=relative, abs=absolute)
 
 
 def calls_by_pass(file: Path) -> dict[tuple[object, ...], list[tuple[object, ...]]]:
