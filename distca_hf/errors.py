@@ -18,8 +18,8 @@ class DistCAError(Exception):
     """Base of everything raised on purpose.
 
     Attributes:
-        lost_ranks: ranks of the roll call that a failed operation waited for, without those that ended because of
-            another rank; empty if none is known.
+        lost_ranks: ranks of the roll call that made an operation fail, without those that ended because of another
+            rank; empty if none is known.
     """
 
     lost_ranks: tuple[int, ...] = ()

@@ -48,9 +48,9 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def tells_of_a_lost_peer(error: BaseException) -> bool:
-    """Returns whether an error was caused by another rank that had ended before."""
+    """Returns whether an error was caused by another rank that had ended before, or did not come in time."""
     if isinstance(error, DistCAError):
-        return isinstance(error, PeerLostError)
+        return isinstance(error, PeerLostError) or len(error.lost_ranks) > 0
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER)
 
 
@@ -141,21 +141,24 @@ class RollCall:
         }
 
     def causes(self, missing: Mapping[int, str]) -> tuple[int, ...]:
-        """Returns the ranks that `missing` found, without those that ended because of another rank."""
+        """Returns the ranks that `missing` found, without those that ended because of another rank. If all of them
+        did, it was this one, which kept them waiting."""
         try:
-            return tuple(rank for rank in missing if not self._store.check([f"follows/{rank}"]))
+            causes = tuple(rank for rank in missing if not self._store.check([f"follows/{rank}"]))
         except RuntimeError:  # the store is gone
             return tuple(missing)
+        return causes or (self._rank,) * bool(missing)
 
     def in_words(self, missing: Mapping[int, str]) -> Iterator[str]:
-        """Yields a phrase for each rank that `missing` found, with its number in the group and, if different, in the
-        job."""
+        """Yields a phrase for each of the `causes` among the ranks that `missing` found, or for all if none of them is
+        a cause, with its number in the group and, if different, in the job."""
         in_group = {rank: number for number, rank in enumerate(self._ranks)}
-        for rank, message in missing.items():
+        causes = self.causes(missing)
+        for rank in [rank for rank in missing if rank in causes] or missing:
             number = in_group.get(rank)
             of_job = "" if number == rank else f" (rank {rank} of the job)"
             known = f"rank {rank} of the job" if number is None else f"rank {number}{of_job}"
-            yield f"{self.names.get(rank, known)} {message}"
+            yield f"{self.names.get(rank, known)} {missing[rank]}"
 
     def announce_uncaught_errors(self, names_lost: bool = True) -> None:
         """Leaves a message, from now on, before an exception ends this process. If another rank's end caused it in a

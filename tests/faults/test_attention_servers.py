@@ -246,7 +246,7 @@ def test_a_trainer_that_fails_in_a_layer_is_named_and_no_server_is_blamed(
     assert "ValueError: the hook is broken" in failed.output
     assert "PeerLostError: rank 0, micro-batch 0, layer 0, backward" in survivor.output, survivor.output
     assert "rank 1 left: ValueError: the hook is broken" in survivor.output
-    assert not server_leaves_first or f"{NAME} left: PeerLostError: rank 2" in survivor.output
+    assert NAME not in survivor.output
     assert "ServerLostError" not in survivor.output
 
 

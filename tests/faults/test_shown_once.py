@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import distca_hf
 from distca_hf.comm import rollcall
 from distca_hf.comm.rollcall import RollCall, ShownOnce, show_errors_once
-from distca_hf.errors import ConfigError, PackingError, PeerLostError
+from distca_hf.errors import ConfigError, PackingError, PeerLostError, StepTimeoutError
 from distca_hf.telemetry import leave_for_launcher
 from support.commands import HANG_SECONDS, SCRIPTS
 from support.ranks import Outcome, start_ranks
@@ -144,14 +144,20 @@ def test_message_for_the_launcher_is_the_first_one(tmp_path: Path, monkeypatch: 
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "first"
 
 
+def _late(error: StepTimeoutError) -> StepTimeoutError:
+    error.lost_ranks = (1,)
+    return error
+
+
 @pytest.mark.parametrize(
     "follower",
     [
         PeerLostError("rank 0, micro-batch 3: rank 1 left: ValueError: mine"),
+        _late(StepTimeoutError("rank 0, micro-batch 3: rank 1 does not answer")),
         RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:23975"),
     ],
 )
-@pytest.mark.parametrize("cause", [ValueError("mine"), PackingError("row 5 is empty")])
+@pytest.mark.parametrize("cause", [ValueError("mine"), PackingError("row 5 is empty"), StepTimeoutError("all answer")])
 def test_launcher_finds_the_rank_that_ended_first(
     cause: Exception, follower: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

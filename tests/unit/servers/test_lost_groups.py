@@ -109,9 +109,9 @@ def test_closing_aborts_once(group: Group, transport: MembershipTransport) -> No
         ([1, 2], [], ServerLostError),
         ([1, 2], [2], PeerLostError),
         ([1, 2], [1], ServerLostError),
-        ([1, 2], [1, 2], ServerLostError),
+        ([1, 2], [1, 2], PeerLostError),
     ],
-    ids=["nobody", "trainer", "server", "both", "trainer, then server", "server, then trainer", "both follow another"],
+    ids=["nobody", "trainer", "server", "both", "trainer, then server", "server, then trainer", "both for this one"],
 )
 def test_servers_are_blamed_unless_trainers_left_first(
     left: list[int], followers: list[int], expected: type[Exception]
@@ -131,6 +131,10 @@ def test_servers_are_blamed_unless_trainers_left_first(
     failed = opened.failure(RuntimeError("Connection closed by peer"), "layer 3")
 
     assert type(failed) is expected
+    named = set(left) - set(followers) or set(left)
+    assert {
+        rank for rank, name in ((1, "rank 1"), (2, "attention server 0")) if f"{name} left" in str(failed)
+    } == named
     opened.close()
 
 
