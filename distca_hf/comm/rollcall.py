@@ -36,13 +36,13 @@ LONGEST_MESSAGE = 500
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 # Texts in errors of gloo and NCCL, of collectives of other code.
 SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
-# Text in the error that `torch.distributed.pipelining` raises from a stage's error, with the stage's arguments.
-SIGN_OF_A_STAGE = "failed to run forward"
+# Texts in errors that `torch.distributed.pipelining` raises from a stage's error, with the stage's arguments.
+SIGNS_OF_A_STAGE = ("failed to run forward", "Failed to run stage backward")
 
 
 def cause_of(error: BaseException) -> BaseException:
     """Returns the error of a pipeline stage, which torch's own error does not show; any other error itself."""
-    while SIGN_OF_A_STAGE in str(error) and error.__cause__ is not None:
+    while error.__cause__ is not None and any(sign in str(error) for sign in SIGNS_OF_A_STAGE):
         error = error.__cause__
     return error
 

@@ -16,7 +16,11 @@ from support.staged import MICRO_BATCHES, StagedTraining, Way, new_mesh, save_in
 
 HARMED = 3
 # What all others say of it.
-WORDS = {"raise": "left: ArithmeticError: first cause", "kill": "does not answer"}
+WORDS = {
+    "raise": "left: ArithmeticError: first cause",
+    "raise in backward": "left: ArithmeticError: first cause",
+    "kill": "does not answer",
+}
 
 
 def _train_until_harm(checkpoint: Path, kind: str, folder: Path) -> None:
@@ -26,7 +30,10 @@ def _train_until_harm(checkpoint: Path, kind: str, folder: Path) -> None:
     for number in range(2):
         step = StepInputs.of(list(islice(batches, MICRO_BATCHES)))
         if number == 1 and dist.get_rank() == HARMED:
-            training.parts[0].layers[0].register_forward_pre_hook(lambda *given: _end(kind))
+            layer = training.parts[0].layers[0]
+            is_backward = kind == "raise in backward"
+            register = layer.register_full_backward_pre_hook if is_backward else layer.register_forward_pre_hook
+            register(lambda *given: _end(kind))
         training.step(step)
         (folder / f"{dist.get_rank()} ended {number}").touch()
 
@@ -44,5 +51,5 @@ def test_lost_rank_is_named_on_all_stages(kind: str, tmp_path: Path) -> None:
 
     for outcome in outcomes[:HARMED]:
         assert outcome.exit_code == 1, outcome.output  # it left, and did not wait for a deadline
-        assert f"rank {HARMED} (stage 1, data 1) {WORDS[kind]}" in outcome.output
+        assert f"rank {HARMED} (stage 1, data 1) {WORDS[kind]}" in outcome.output, outcome.output
     assert {path.name for path in tmp_path.glob("* ended *")} == {f"{rank} ended 0" for rank in range(4)}
