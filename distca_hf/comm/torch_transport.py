@@ -216,7 +216,8 @@ class TorchTransport:
             return
         self._seconds_in_vain += 1
         if self._seconds_in_vain > LOOKS_IN_VAIN:
-            message = f"PlanMismatchError: {self.grid.name}, {self.place()}: {message}. {REMEDY}"
+            place = self.place() or "before its first micro-batch"
+            message = f"PlanMismatchError: {self.grid.name}, {place}: {message}. {REMEDY}"
             log.error(message)
             self._rollcall.leave(message)
             leave_for_launcher(message)

@@ -151,6 +151,10 @@ def test_ranks_that_wait_in_other_code_alone_end_unless_one_is_only_slow(other_w
             r"different places: .*test_lost_rank.py:\d+ .* on ranks 0 and 2, .*test_lost_rank.py:\d+ .* on rank 1\."
         )
         assert re.search(places, outcome.output), outcome.output
+    ended_by_detector = [
+        outcome for outcome in outcomes if "before its first micro-batch: ranks wait" in outcome.output
+    ]
+    assert bool(ended_by_detector) == other_waits
 
 
 def _open_a_group_while_it_is_looked_at() -> tuple[bool, int]:
