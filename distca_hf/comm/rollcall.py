@@ -142,7 +142,7 @@ class RollCall:
 
     def causes(self, missing: Mapping[int, str]) -> tuple[int, ...]:
         """Returns the ranks that `missing` found, without those that ended because of another rank. If all of them
-        did, it was this one, which kept them waiting."""
+        did, returns this rank: most likely it kept them waiting."""
         try:
             causes = tuple(rank for rank in missing if not self._store.check([f"follows/{rank}"]))
         except RuntimeError:  # the store is gone
