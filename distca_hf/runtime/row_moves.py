@@ -155,9 +155,14 @@ class PassRows:
         return rows.move_in([value], differentiate)[0], is_image.index_fill_(0, moves.positions, True)
 
     def move_home(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns `[B, L, D]` of `[1, placed rows, D]` tensors, and `[B * L, D]` of `[placed rows, D]`; zeros in
-        padding. A collective call."""
-        return list(_Move.apply(self, False, None, *values))
+        """Returns `[B, L, D]` of `[1, placed rows, D]` tensors, `[N, B, L, D]` of `[N, 1, placed rows, D]` (in Gemma
+        3n a token has several states), and `[B * L, D]` of `[placed rows, D]`; zeros in padding. A collective call."""
+        flat = [value.movedim(0, 2).flatten(2) if value.ndim == 4 else value for value in values]
+        homes = _Move.apply(self, False, None, *flat)
+        return [
+            home.unflatten(2, (len(value), -1)).movedim(2, 0) if value.ndim == 4 else home
+            for home, value in zip(homes, values, strict=True)
+        ]
 
     def shapes_in(self, values: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
         return [(self.num_placed, *value.shape[1:]) for value in values]

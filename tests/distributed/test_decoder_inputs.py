@@ -1,18 +1,19 @@
-"""Inputs of a multimodal decoder: vectors for all rows stay, and features in an unknown form are refused."""
+"""Inputs and results of a decoder: vectors for all rows stay, features in an unknown form are refused, and several
+states of a token return."""
 
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 import distca_hf
 from distca_hf.analysis.check.tiny_config import tiny_config
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
-from support.given_batches import Batch, Gradients, gradients_of, in_double
+from support.given_batches import Batch, Gradients, gradients_of, in_double, of_all_hidden_states, packed
 from support.ranks import run_ranks
 from support.versions import classes_of_today
 
@@ -76,3 +77,40 @@ def test_features_that_do_not_move_with_their_tokens_are_refused() -> None:
     borders._check_known({"inputs_embeds": embeddings, "deepstack_features": None}, "rank 0")
     with pytest.raises(UnsupportedAttentionError, match=r"rank 0: .* gets deepstack_features, a dict of"):
         borders._check_known({"inputs_embeds": embeddings, "deepstack_features": {0: embeddings[0, :4]}}, "rank 0")
+
+
+def several_states() -> PreTrainedModel:
+    """Returns a Gemma 3n, whose layers have states `[states of a token, batch, tokens, width]`."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["gemma3n_text"])).to(torch.float64).train()
+
+
+def _return_states() -> tuple[bool, float, Gradients]:
+    """Returns whether rows crossed ranks, the loss, and the sum of the gradients of both ranks."""
+    plugin = distca_hf.DistCAPlugin()
+    model = distca_hf.enable(several_states(), plugin)
+    with in_double():
+        loss = of_all_hidden_states(model, packed((9,) if dist.get_rank() else (60, 5), dist.get_rank()))
+        loss.backward()
+    crossed = plugin.transport(torch.device("cpu")).traffic.exchanges > 0
+    gradients = gradients_of(model)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    plugin.close()
+    return crossed, loss.item(), gradients
+
+
+def test_several_states_of_a_token_return_to_its_batch(tmp_path: Path) -> None:
+    alone, losses = several_states(), []
+    for rank in range(2):
+        with in_double():
+            loss = of_all_hidden_states(alone, packed((9,) if rank else (60, 5), rank))
+            loss.backward()
+        losses.append(loss.item())
+    expected = gradients_of(alone)
+
+    for (crossed, loss, gradients), of_batch in zip(run_ranks(2, _return_states, tmp_path), losses, strict=True):
+        assert crossed
+        assert loss == pytest.approx(of_batch, rel=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-10, rtol=1e-8, msg=name)
