@@ -381,7 +381,7 @@ def _dense_deep(given: Batch, layers: int) -> torch.Tensor:
 def _of_tokens(output: Any, tokens: int) -> Iterator[torch.Tensor]:
     """Yields all tensors in an output with rows for tokens: `[1, T, D]`, `[N, 1, T, D]` and `[T, D]`."""
     if isinstance(output, torch.Tensor):
-        if output.shape[-3:-1] == (1, tokens) or output.shape[:-1] == (tokens,):
+        if (output.shape[-3:-1] == (1, tokens) and output.ndim < 5) or output.shape[:-1] == (tokens,):
             yield output
     elif isinstance(output, dict | tuple | list):
         for value in output.values() if isinstance(output, dict) else output:
