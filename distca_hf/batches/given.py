@@ -177,7 +177,7 @@ class GivenPlanner:
         images_wait: bool = False,
         gradients_of: Sequence[bool] = (),
         returning: Returning = Returning.STATES,
-        meanwhile: Callable[[bool], None] = lambda may_move: None,
+        meanwhile: Callable[[Planned | None], None] = lambda planned: None,
         unshared: Callable[[], str] = lambda: "",
         towers: Facts = NO_FACTS,
     ) -> LivePlan | None:
@@ -189,7 +189,7 @@ class GivenPlanner:
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs of the pass's results.
-            meanwhile: runs while this rank waits for the others, and is told whether rows may move in.
+            meanwhile: runs while this rank waits for the others, and gets the plan if it was made ahead.
             unshared: returns why documents of this rank must not share prefixes, empty if they may. Called only if
                 that matters; then perhaps not before the first attention call, when the device is busy.
             towers: arguments of towers, by name.
@@ -210,9 +210,9 @@ class GivenPlanner:
 
         def while_waiting() -> None:
             nonlocal copied
-            meanwhile(known is None or known.moves is None or known.moves.moves.changes_rows)
             if known is not None:  # most likely all ranks have planned it ahead
                 copied = known.to(device)
+            meanwhile(copied)
 
         done = _Meanwhile(while_waiting)
         of_pass = images_wait, gradients_of, returning, ahead, step_batches, done.run, towers, work

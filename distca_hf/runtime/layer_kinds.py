@@ -56,6 +56,11 @@ class Planned(NamedTuple):
         """Tokens of the longest document of the micro-batch."""
         return self.facts.longest_document_tokens
 
+    @property
+    def rows_to_move(self) -> DeviceRowMoves | None:
+        """Moves of rows; None if all rows stay as in the batches."""
+        return self.moves if self.moves is not None and self.moves.on_host.changes_rows else None
+
 
 class PlannedLater(NamedTuple):
     """A micro-batch that is planned when its plan is first needed: when a model's decoder begins."""

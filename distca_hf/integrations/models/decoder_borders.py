@@ -11,7 +11,7 @@ nothing moves at the decoder (`placed_loss`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,56 +20,35 @@ from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.read_documents import PaddedRows
-from distca_hf.comm.agreement import REMEDIES, Agreement, Announced, Occasion, by_value
-from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
+from distca_hf.comm.agreement import Announced, Occasion
+from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.models.counted_rows import CountedRows, scales_rotated, tempers_queries
+from distca_hf.integrations.models.decoder_columns import (
+    APART,
+    DEEP,
+    DEEP_MASK,
+    NUMBERS,
+    REPLACED_BY_PLAN,
+    Columns,
+    PackedColumns,
+)
 from distca_hf.integrations.models.hooks import Hook, unknown_class, unknown_hook
 from distca_hf.integrations.models.structure import attention_layers, backbone_of, names_by_position, text_decoder
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import among_trainers
-from distca_hf.runtime.row_moves import PassRows
+from distca_hf.runtime.row_moves import DeviceRowMoves, PassRows
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import hidden_from_dynamo, register_first_hook
 
 
 log = get_logger(__name__)
 
-# Keywords that describe the documents of a given batch; the plan describes those of placed rows.
-REPLACED_BY_PLAN = frozenset(
-    {"attention_mask", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx"}
-)
-# Features of images for the first layers, only of visual tokens; and the mask of visual tokens.
-DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"
-# Entries of a batch that do not move unchanged.
-APART = REPLACED_BY_PLAN | {"position_ids", DEEP, DEEP_MASK}
-# Columns that exist only in transit: the length of each token's original row, and all whole numbers of a token.
-ROW_TOKENS, NUMBERS = "distca_row_tokens", "distca_numbers"
-# Numbers that ranks show each other, by their names in messages.
-POSITIONS, IMAGE_LAYERS = "numbers per position", "layers that get features of images"
+# Name of the length of each token's original row, which is a column only in transit.
+ROW_TOKENS = "distca_row_tokens"
 # Number of forms of batches whose columns are remembered. Few occur; each new one costs one more agreement.
 REMEMBERED_FORMS = 64
-
-
-class Columns(NamedTuple):
-    """What ranks agreed on for the columns of a pass."""
-
-    position_rows: int  # how many numbers make up each token's position: 1, or several (for images)
-    deep_layers: int  # layers that get features of images; 0 if no rank has any
-    differentiate: bool  # whether some rank needs gradients of its columns
-    described: Mapping[str, tuple[torch.dtype, torch.Size]]  # dtype and width of each column, by name
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """All attributes by name, for messages."""
-        numbers = {POSITIONS: self.position_rows, IMAGE_LAYERS: self.deep_layers}
-        return numbers | {"gradients are needed": self.differentiate, **self.in_words}
-
-    @property
-    def in_words(self) -> dict[str, str]:
-        """Dtype and width of each column, as text."""
-        return {name: f"{dtype} {[*shape]}" for name, (dtype, shape) in self.described.items()}
 
 
 class DecoderBorders:
@@ -99,6 +78,7 @@ class DecoderBorders:
         # Names of the decoder's inputs and of the batch: only what the model made besides may be a vector.
         self._is_open, self._image_tokens, self._known = False, 0, frozenset(self._names)
         self._rows: PassRows | None = None
+        self._packed: PackedColumns | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
         self._crossings, self._has_warned = 0, False
 
@@ -138,7 +118,7 @@ class DecoderBorders:
 
     def end(self) -> None:
         """Closes the borders: a pass has ended, or its batch stays as it is."""
-        self._is_open, self._rows = False, None
+        self._is_open, self._rows, self._packed = False, None, None
 
     def take_rows(self) -> PassRows | None:
         """Closes the borders, and returns the rows that moved in at the root; None if they stayed."""
@@ -158,18 +138,18 @@ class DecoderBorders:
         plan = kwargs.get("distca_plan")
         return self._move_home(plan, output) if self._is_open and plan is not None else None
 
-    def move_in(
-        self, plan: LivePlan, batch: Batch, shift_labels: Callable[[], torch.Tensor] | None = None
-    ) -> dict[str, Any] | None:
+    def pack(self, moves: DeviceRowMoves, batch: Batch) -> None:
+        """Packs the columns of a batch for `move_in`, while the host waits for other ranks."""
+        if tokens_of(batch).numel() == moves.positions.shape[0]:  # a rank without tokens gets a row of padding
+            self._packed = PackedColumns.of(moves, batch, self._moving(batch))
+
+    def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
         """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
-        `shift_labels` returns labels that move, too. Raises the errors of `_columns_of`."""
-        moves, given = plan.planned.moves, {**batch}
-        if moves is None or not moves.on_host.changes_rows:
+        Raises the errors of `_columns_of`."""
+        moves, given = plan.planned.rows_to_move, {**batch}
+        if moves is None:
             return None
-        if shift_labels is not None:
-            given["shift_labels"] = shift_labels()
-        tokens = tokens_of(given)
-        batch_size, length = tokens.shape
+        batch_size, length = tokens_of(given).shape
         if moves.on_host.crosses:
             self._warn_of_readers()
         rows = PassRows(
@@ -179,29 +159,18 @@ class DecoderBorders:
             f"micro-batch {plan.micro_batch}",
             plan.forward_pass.begin_backward_of_rows,
         )
-        self._rows = rows
-        positions = self._positions(given, moves.positions, tokens)
-        # Values per token, without positions and features of images; sorted by name, the same order on all ranks.
-        moving = {
-            name: value.flatten(0, 1)
-            for name, value in sorted(given.items())
-            if name not in APART and isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape
-            if name in self._known or not _is_vector(value)
-        }
-        if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
-            moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
-        columns = self._columns_of(plan, moving, positions, given, crosses=moves.on_host.crosses)
-        # Positions and other whole numbers are side by side: one index then picks all numbers of a row.
-        whole = [name for name, value in moving.items() if value.dtype == torch.int64 and value.ndim == 1]
-        numbers = {name: moving.pop(name) for name in whole}
-        of_positions = positions.expand(columns.position_rows, -1).unbind()
-        moving[NUMBERS] = torch.stack([*of_positions, *numbers.values()], dim=1)
+        self._rows, packed, self._packed = rows, self._packed, None
+        if packed is None or self._counted.is_noisy or not packed.are_of(moves, given):
+            packed = PackedColumns.of(moves, given, self._moving(given))
+        columns = self._columns_of(plan, packed, given, crosses=moves.on_host.crosses)
+        moving = packed.with_positions(columns.position_rows)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
         for name in (name for name in given if name in REPLACED_BY_PLAN):
             given[name] = None
-        at, *others = placed.pop(NUMBERS).T.contiguous().split_with_sizes([columns.position_rows, *[1] * len(numbers)])
+        widths = [columns.position_rows, *[1] * len(packed.whole)]
+        at, *others = placed.pop(NUMBERS).T.contiguous().split_with_sizes(widths)
         given["position_ids"] = at if columns.position_rows == 1 else at[:, None]
-        given |= zip(numbers, others, strict=True)
+        given |= zip(packed.whole, others, strict=True)
         if (row_tokens := given.pop(ROW_TOKENS, None)) is not None:
             self._counted.place(row_tokens[0])
         if columns.deep_layers:
@@ -222,23 +191,25 @@ class DecoderBorders:
         found = {id(value): value for value in _of_tokens(output, rows.num_placed)}
         return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
 
-    def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns `[position rows, places]` of a batch, int64 on all ranks: its own, or counted within documents."""
-        positions = given.get("position_ids")
-        if positions is None:
-            return counted[None]
-        # [B, L] or [1, L], or several of these
-        return positions.expand(*positions.shape[:-2], *tokens.shape).reshape(-1, tokens.numel()).to(torch.int64)
+    def _moving(self, given: Batch) -> dict[str, torch.Tensor]:
+        """Returns entries with a value per token, without positions and features of images; sorted by name, the same
+        order on all ranks."""
+        tokens = tokens_of(given)
+        moving = {
+            name: value
+            for name, value in sorted(given.items())
+            if name not in APART and isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape
+            if name in self._known or not _is_vector(value)
+        }
+        if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
+            moving[ROW_TOKENS] = tokens.new_full(tokens.shape, tokens.shape[1], dtype=torch.int64)
+        return moving
 
-    def _columns_of(
-        self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
-    ) -> Columns:
+    def _columns_of(self, plan: LivePlan, packed: PackedColumns, given: Batch, crosses: bool) -> Columns:
         """Returns the columns that move. Ranks agree on them if the form of their batches is new, unless nothing is
         sent: a rank without padding has already returned, and would not take part. Raises PlanError if this rank's
         columns differ from those that ranks agreed on for batches of this form."""
-        described = {name: (value.dtype, value.shape[1:]) for name, value in moving.items()}
-        differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
-        now = Columns(positions.shape[0], len(given.get(DEEP) or ()), crosses and differentiate, described)
+        now = packed.columns
         known = self._columns.get(plan.planned.batch_forms) if crosses else now
         if known is not None and not (
             now.described == known.described
@@ -266,7 +237,7 @@ class DecoderBorders:
             facts = {**plan.forward_pass.facts, **_of_inputs(now, given)}
         if len(self._columns) >= REMEMBERED_FORMS:
             self._columns.clear()
-        return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, facts, plan))
+        return self._columns.setdefault(plan.planned.batch_forms, now.agreed(facts, plan))
 
     def _warn_of_readers(self) -> None:
         """Warns once of a hook or module inside the decoder that may compute something of several tokens, since these
@@ -349,23 +320,6 @@ def _of_inputs(columns: Columns, given: Batch) -> dict[str, object]:
     }
     named = sorted({**columns.in_words, **flags}.items())
     return {f"input {name} of the decoder": value for name, value in named}
-
-
-def _agreed(now: Columns, facts: Mapping[str, object], plan: LivePlan) -> Columns:
-    """Returns the columns that all ranks move, given this rank's columns and facts. A collective call."""
-    numbers = {POSITIONS: now.position_rows, IMAGE_LAYERS: now.deep_layers, "differentiate": int(now.differentiate)}
-    agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
-    shown_by = agreement.wait()
-    for name, spare in ((POSITIONS, 1), (IMAGE_LAYERS, 0)):
-        if len({*shown_by[name]} - {spare}) > 1:
-            shown = by_value([str(value) for value in shown_by[name]], agreement.labels)
-            raise PlanMismatchError(
-                f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: ranks disagree, nothing was sent: "
-                f"{name} is {shown}. {REMEDIES[Occasion.MOVE]}"
-            )
-    return Columns(
-        max(shown_by[POSITIONS]), max(shown_by[IMAGE_LAYERS]), any(shown_by["differentiate"]), now.described
-    )
 
 
 def _dense_deep(given: Batch, layers: int) -> torch.Tensor:

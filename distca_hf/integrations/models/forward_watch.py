@@ -62,6 +62,7 @@ from distca_hf.integrations.models.tower_borders import TowerBorders
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import Members, ParallelContext
 from distca_hf.runtime.forward_pass import PassFacts
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 
@@ -287,11 +288,11 @@ class ForwardWatch:
             if looks := is_due(self._passes_with_gradients + 1):  # at the model, and may refuse it
                 prepare()
 
-        def meanwhile(may_move: bool) -> None:
+        def meanwhile(planned: Planned | None) -> None:
             if not looks:
                 prepare()
-            if may_move and returning != Returning.STATES:
-                self.loss.shift(batch)
+            if returning != Returning.STATES:
+                self.loss.prepare(batch, planned, self._borders)
 
         plan = planner.plan(batch, module.training, *of_towers, returning, meanwhile, *own)
         self.towers.begin(batch, planner.images)

@@ -20,7 +20,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
@@ -34,9 +34,11 @@ from distca_hf.batches.batch_documents import Batch, shifted_labels, tokens_of
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import loses_shift_labels
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
-from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN, DecoderBorders
+from distca_hf.integrations.models.decoder_borders import DecoderBorders
+from distca_hf.integrations.models.decoder_columns import REPLACED_BY_PLAN
 from distca_hf.integrations.models.hooks import KNOWN_HOOKS, hooks_of, unknown_hook
 from distca_hf.integrations.models.structure import syntax_of, text_decoder
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PassRows
 from distca_hf.telemetry import get_logger
@@ -197,9 +199,23 @@ class PlacedLoss:
             if not self.is_placed:
                 log.debug("this rank: %s", reason or "needs no hidden states")  # only rank 0 writes information
 
-    def shift(self, batch: Batch) -> torch.Tensor:
-        """Returns labels of a batch, shifted in its rows as the model's loss would shift them. Keeps them for
-        `place`."""
+    def prepare(self, batch: Batch, planned: Planned | None, borders: DecoderBorders) -> None:
+        """Does a part of `place` while this rank waits for the others, if rows are likely to move. `planned` is the
+        plan that was made ahead, None if there is none."""
+        if planned is None:
+            self._shift(batch)
+        elif (moves := planned.rows_to_move) is not None:
+            borders.pack(moves, self._moving(batch))
+
+    def _moving(self, batch: Batch) -> Batch:
+        """Returns a batch with shifted labels."""
+        return {name: value for name, value in batch.items() if name != "labels"} | {
+            "shift_labels": self._shift(batch)
+        }
+
+    def _shift(self, batch: Batch) -> torch.Tensor:
+        """Returns labels of a batch, shifted in its rows as the model's loss would shift them. Keeps them for the next
+        call."""
         labels = batch["labels"]
         if self._shifted is None or self._shifted[0] is not labels:
             shifted = shifted_labels(batch)
@@ -209,8 +225,7 @@ class PlacedLoss:
 
     def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:
         """Returns placed rows of a batch with their labels; the batch itself if its rows stay. A collective call."""
-        moving = {name: value for name, value in batch.items() if name != "labels"}
-        placed = borders.move_in(plan, moving, partial(self.shift, batch))
+        placed = None if plan.planned.rows_to_move is None else borders.move_in(plan, self._moving(batch))
         self._rows, self._shifted = borders.take_rows(), None
         if placed is None or self._rows is None:
             return batch

@@ -20,7 +20,7 @@ from distca_hf.batches.given import LEARNT
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, reading_of
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
-from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN
+from distca_hf.integrations.models.decoder_columns import REPLACED_BY_PLAN
 from distca_hf.integrations.models.hooks import KNOWN_HOOKS, unknown_hook
 from distca_hf.integrations.models.mixer_calls import MixerWatch
 from distca_hf.integrations.models.mixers import OVER_ROWS
