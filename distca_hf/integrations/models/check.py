@@ -50,6 +50,14 @@ OWN_BATCHES = "leave tokens_per_rank out to train it on your own batches"
 # Names of modules that look positions up in a table.
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?_embed|pos_emb(ed)?)$")
 
+# Methods of PEFT, by the package of their modules, that compute something of several tokens.
+ADAPTERS_OF_ROWS = {
+    "lily": "mixes its experts by a mean over all tokens of a batch",
+    "poly": "takes a task for every row (task_ids)",
+    "shadow": "runs another decoder on the rows of the batch",
+    "xlora": "weighs its adapters in an earlier pass on the rows of the batch",
+}
+
 
 def longest_rotary_tokens(config: PreTrainedConfig) -> int | None:
     """Returns the longest document whose rotary frequencies do not depend on the longest document of its batch; None
@@ -182,6 +190,10 @@ def _structure(root: nn.Module, given_batches: bool) -> Iterator[str]:
         yield f"alora_invocation_tokens={method.alora_invocation_tokens} counts from the end of a row; use plain LoRA"
     if method is not None and getattr(method, "is_prompt_learning", False):
         yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
+    paths = (type(module).__module__.split(".") for module in root.modules())
+    for adapter in dict.fromkeys(path[2] for path in paths if path[:2] == ["peft", "tuners"]):
+        if adapter in ADAPTERS_OF_ROWS:
+            yield f"PEFT's method {adapter} {ADAPTERS_OF_ROWS[adapter]}; use LoRA"
     # Results of placed rows return at the end of the decoder, before the head.
     is_apart = decoder is not model or backbone_of(model) is not model
     if given_batches and not is_apart and model.get_output_embeddings() is not None:

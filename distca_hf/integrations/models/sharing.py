@@ -34,6 +34,8 @@ log = get_logger(__name__)
 
 # Names of settings that are probabilities of dropping something, or amounts of noise; and of settings of heads.
 RANDOM, OF_HEADS = re.compile(r"drop|jitter"), re.compile(r"^(summary|classifier)")
+# Module of PEFT's layers with noise (PVeRA).
+NOISY_ADAPTER = "peft.tuners.pvera.layer"
 # Columns of tokens that hashes include, or that only a loss reads.
 KNOWN_COLUMNS = REPLACED_BY_PLAN | {"input_ids", "position_ids", "mm_token_type_ids", "labels", "shift_labels"}
 # Further entries of multimodal batches: images, and a number for all rows.
@@ -160,6 +162,8 @@ class Sharing:
             forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
             if (forward or backward or module._backward_pre_hooks) and (written := unknown_hook(module)):
                 return f"a hook of {written} on a {type(module).__name__} may compute something of each row"
+            if is_training and module.training and type(module).__module__ == NOISY_ADAPTER:
+                return f"a {type(module).__name__} of {NOISY_ADAPTER} adds noise to every token"
             if is_training and module.training and isinstance(module, OVER_ROWS):
                 return f"a {type(module).__name__} computes from all rows or images of the batch"
             if not is_training or not module.training or "drop" not in type(module).__name__.lower():

@@ -2,12 +2,24 @@
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    LilyConfig,
+    LoraConfig,
+    PeftConfig,
+    PolyConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    ShadowConfig,
+    XLoraConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from torch import nn
 from transformers import (
     AutoModel,
@@ -421,6 +433,33 @@ def test_adapters_that_count_tokens_in_rows_are_refused() -> None:
     adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4])
     model = get_peft_model(tiny_model(), adapters)
     assert "alora_invocation_tokens=[3, 4] counts from the end of a row" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "why"),
+    [
+        (LilyConfig(target_modules=["q_proj"]), "lily mixes its experts by a mean over all tokens of a batch"),
+        (PolyConfig(target_modules=["q_proj"], n_tasks=2), "poly takes a task for every row (task_ids)"),
+        (ShadowConfig(task_type="CAUSAL_LM"), "shadow runs another decoder on the rows of the batch"),
+        ("xlora", "xlora weighs its adapters in an earlier pass on the rows of the batch"),
+    ],
+    ids=["lily", "poly", "shadow", "xlora"],
+)
+def test_adapters_that_compute_something_of_several_tokens_are_refused(
+    adapters: PeftConfig | str, why: str, tmp_path: Path
+) -> None:
+    model = tiny_model(use_cache=False)
+    if isinstance(adapters, str):
+        lora(tiny_model()).save_pretrained(tmp_path)
+        of_model = {"task_type": "CAUSAL_LM", "hidden_size": model.config.hidden_size}
+        adapters = XLoraConfig(**of_model, adapters={"0": str(tmp_path)})
+    assert f"PEFT's method {why}" in refusal(get_peft_model(model, adapters))
+
+
+def test_a_method_that_was_injected_is_refused() -> None:
+    model = tiny_model()
+    inject_adapter_in_model(LilyConfig(target_modules=["q_proj"]), model)
+    assert "lily mixes its experts" in refusal(model)
 
 
 @pytest.mark.parametrize("method", [PrefixTuningConfig, PromptTuningConfig])

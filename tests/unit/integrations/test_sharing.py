@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, PveraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -29,6 +29,10 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], lora_dropout=0.25))
 
 
+def with_noisy_adapters(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, PveraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+
 def with_noise(model: nn.Module) -> nn.Module:
     model.get_input_embeddings().neftune_noise_alpha = 5.0
     model.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
@@ -45,6 +49,7 @@ def with_setting(model: nn.Module) -> nn.Module:
     [
         (lambda model: model, ""),
         (with_adapters, "lora_dropout.default drops 0.25 of its values at random"),
+        (with_noisy_adapters, "a Linear of peft.tuners.pvera.layer adds noise to every token"),
         (with_noise, "embeddings get noise (NEFTune)"),
         (with_setting, "router_jitter_noise=0.5 in the model's config makes rows random"),
     ],
