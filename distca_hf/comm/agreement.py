@@ -14,6 +14,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -173,7 +174,7 @@ class Agreement:
             PlanMismatchError: ranks are about to do different things; lists ranks by value.
         """
         if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
+            raise copy(self._failure)  # without the traceback of the first time
         try:
             return self._compare(self.gather.wait(), self.scope if of is None else of)
         except DistCAError as error:

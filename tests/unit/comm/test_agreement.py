@@ -42,6 +42,21 @@ def test_ranks_at_different_places_meet_in_an_error() -> None:
         assert "their next step is take micro-batch 0 on rank 0, attend micro-batch 1 on rank 1" in message
 
 
+def test_a_failed_agreement_fails_again_with_the_ranks_that_it_lost() -> None:
+    class Lost:
+        def wait(self) -> list[list[int]]:
+            error = PeerLostError("rank 1 has left")
+            error.lost_ranks = (1,)
+            raise error
+
+    agreement = Agreement.start(LocalTransport(), Occasion.TAKE, 0, {}, {})
+    agreement.gather = Lost()
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="rank 1 has left") as caught:
+            agreement.wait()
+        assert caught.value.lost_ranks == (1,)
+
+
 # Occasions whose facts may differ between stages, and those for which they may not.
 OF_A_STAGE = (Occasion.PLAN, Occasion.ATTEND, Occasion.DIFFERENTIATE, Occasion.COMPARE)
 OF_THE_GROUP = (Occasion.TAKE, Occasion.REPORT)
