@@ -7,6 +7,7 @@ Exchanges have their own group, so they neither wait for FSDP's collectives nor 
 gloo group, so agreement needs no device. Their deadlines are ours.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,10 @@ log = get_logger(__name__)
 
 # How long ranks wait for each other to begin before the missing ones are named.
 QUIET_SECONDS = 30.0
+# Time between two looks for ranks that have ended meanwhile.
+LOOK_SECONDS = 1.0
+# Stands at the meeting for a rank that has ended.
+ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -239,12 +244,15 @@ def _new_group(
 
 def _nobody_came(rollcall: RollCall, members: Members, waited_seconds: float, error: RuntimeError) -> PeerLostError:
     """Returns the error to raise if groups could not be opened; it names the ranks that did not come."""
-    missing = "; ".join(rollcall.in_words(rollcall.missing(waited_seconds)))
+    ended: list[int] = []
+    with suppress(RuntimeError):  # the store is gone, and `missing` says so
+        ended = rollcall.ended()
+    missing = "; ".join(rollcall.in_words(rollcall.missing(waited_seconds, ended or None)))
+    late = f". A rank whose data takes longer needs a longer timeouts.agreement_seconds. Cause: {first_line(error)}"
     return PeerLostError(
         f"{members.grid.name} waited {waited_seconds:.0f} s for all {len(members.group)} ranks to open their "
         f"groups (at attach, at the first batch of plugin.dataloader, or at the first packed batch): "
-        f"{missing or 'all ranks still answer'}. A rank whose data takes longer needs a longer "
-        f"timeouts.agreement_seconds. Cause: {first_line(error)}"
+        f"{missing or 'all ranks still answer'}{'' if ended else late}"
     )
 
 
@@ -267,37 +275,55 @@ def _check_no_split(on_gpus: bool) -> None:
 
 def _meet(store: Store, members: Members, patience: timedelta) -> int:
     """Waits for all ranks, whose data may be ready at different times, and logs which ones are missing after a while.
-    A rank without distca_hf never comes. Returns the largest `num_groups` of the ranks."""
-    ranks, rank = members.group, members.grid.rank
-    store = PrefixStore(f"distca_hf/groups/{'job' if members.are_the_job else '-'.join(map(str, ranks))}", store)
+    A rank without distca_hf never comes. Returns the largest `num_groups` of the ranks. Raises RuntimeError if a rank
+    has ended instead."""
+    ranks, rank, of_job = members.group, members.grid.rank, store
+    store = PrefixStore(f"distca_hf/groups/{'job' if members.are_the_job else '-'.join(map(str, ranks))}", of_job)
     turn = store.add(f"turns/{rank}", 1)
-    keys = [f"{turn}/{other}" for other in ranks]
-    store.set(f"{turn}/{rank}", f"{num_groups()} {grid_in_words(members.grid)}")
+    keys = {other: f"{turn}/{other}" for other in ranks}
+    store.set(keys[rank], f"{num_groups()} {grid_in_words(members.grid)}")
+    is_over = threading.Event()
 
-    def name_missing() -> None:
+    def look() -> None:
+        names_at = time.monotonic() + QUIET_SECONDS
         with suppress(RuntimeError):  # the store is gone, and the waiting thread says so
-            asked = store.clone()  # type: ignore[attr-defined]  # the other connection is waiting
-            missing = [other for other, key in zip(ranks, keys, strict=True) if not asked.check([key])]
-            if missing and rank == next(other for other in ranks if other not in missing):
-                log.warning(
-                    "rank %d waits for rank %s to begin with distca_hf: %d of %d ranks came within %.0f s. They may "
-                    "still read their data; a rank that trains without distca_hf, or in evaluation mode, never comes. "
-                    "Use --attach, DISTCA_ATTACH=1, plugin.attach(trainer) or distca_hf.enable(model, plugin), and "
-                    "model.train(), on all ranks",
-                    *(rank, ", ".join(map(str, missing)), len(ranks) - len(missing), len(ranks), QUIET_SECONDS),
-                    extra=OF_THIS_RANK,
-                )
+            asked = rollcall = None
+            while not is_over.wait(min(LOOK_SECONDS, max(0.0, names_at - time.monotonic()))):
+                if asked is None or rollcall is None:  # the other connection is waiting
+                    asked = store.clone()  # type: ignore[attr-defined]
+                    rollcall = RollCall(of_job.clone(), rank, ranks)  # type: ignore[attr-defined]
+                for other in rollcall.ended():
+                    asked.compare_set(keys[other], "", ENDED)  # all ranks stop waiting for it
+                if time.monotonic() >= names_at:
+                    names_at = math.inf
+                    _name_missing(rank, [other for other in ranks if not asked.check([keys[other]])], ranks)
 
-    timer = threading.Timer(QUIET_SECONDS, name_missing)
-    timer.daemon = True
-    timer.start()
+    looking = threading.Thread(target=look, name="distca-meeting", daemon=True)
+    looking.start()
     try:
-        store.wait(keys, patience)
+        store.wait([*keys.values()], patience)
     finally:
-        timer.cancel()
-    told = [text.decode().partition(" ") for text in store.multi_get(keys)]
-    check_same_grids(members.grid, {other: text for other, (_, _, text) in zip(ranks, told, strict=True)})
-    return max(int(number) for number, _, _ in told)
+        is_over.set()
+        looking.join(LOOK_SECONDS)
+    told = {other: text.decode() for other, text in zip(ranks, store.multi_get([*keys.values()]), strict=True)}
+    if ENDED in told.values():
+        raise RuntimeError(ENDED)
+    said = {other: text.partition(" ") for other, text in told.items()}
+    check_same_grids(members.grid, {other: text for other, (_, _, text) in said.items()})
+    return max(int(number) for number, _, _ in said.values())
+
+
+def _name_missing(rank: int, missing: Sequence[int], ranks: Sequence[int]) -> None:
+    """Logs, on the first rank that has come, which ones have not."""
+    if missing and rank == next(other for other in ranks if other not in missing):
+        log.warning(
+            "rank %d waits for rank %s to begin with distca_hf: %d of %d ranks came within %.0f s. They may still "
+            "read their data; a rank that trains without distca_hf, or in evaluation mode, never comes. Use "
+            "--attach, DISTCA_ATTACH=1, plugin.attach(trainer) or distca_hf.enable(model, plugin), and "
+            "model.train(), on all ranks",
+            *(rank, ", ".join(map(str, missing)), len(ranks) - len(missing), len(ranks), QUIET_SECONDS),
+            extra=OF_THIS_RANK,
+        )
 
 
 def _padding(members: Members, most_groups: int) -> list[dist.ProcessGroup]:

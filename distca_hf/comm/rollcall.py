@@ -30,6 +30,8 @@ log = get_logger(__name__)
 PATIENCE_SECONDS = 3.0
 # Seconds between two looks at the store, which a single rank serves to all others.
 POLL_SECONDS = 0.02
+# Key that is there once a rank of the job has ended: one request instead of one for each rank.
+SOME_ENDED = "some ended"
 # Characters of a message: an error shows several ranks' messages.
 LONGEST_MESSAGE = 500
 
@@ -90,6 +92,7 @@ class RollCall:
             if follows:
                 self._store.set(f"follows/{self._rank}", "")  # before the message, which others wait for
             self._store.set(f"left/{self._rank}", f"left: {message[:LONGEST_MESSAGE]}")
+            self._store.set(SOME_ENDED, "")
         except RuntimeError as error:
             log.warning("rank %d: its error did not reach the other ranks: %s", self._rank, error, extra=OF_THIS_RANK)
 
@@ -100,6 +103,14 @@ class RollCall:
         where = f"in {place.partition(',')[0]}" if place else "before its first micro-batch"
         with suppress(RuntimeError):  # the store is gone, and with it all who would ask
             self._store.set(f"left/{self._rank}", f"left {where} with exit status 0, or the one it gave to sys.exit")
+            self._store.set(SOME_ENDED, "")
+
+    def ended(self) -> list[int]:
+        """Returns the ranks of the group that have ended, as far as they left a message. Raises RuntimeError if the
+        store is gone."""
+        if not self._store.check([SOME_ENDED]):
+            return []
+        return [rank for rank in self._ranks if self._store.check([f"left/{rank}"])]
 
     def missing(self, waited_seconds: float = 0.0, among: Sequence[int] | None = None) -> dict[int, str]:
         """Returns the ranks of the group that left, do not answer or came late, and all that is known about each.
@@ -226,6 +237,9 @@ class ShownOnce:
         message, rank = f"{type(cause).__name__}: {cause}", this_rank()
         if isinstance(error, Exception):  # not Ctrl-C
             leave_for_launcher(message, follows=tells_of_a_lost_peer(cause))
+        if not isinstance(sys.excepthook, Announcement) and dist.is_initialized():
+            # The others may still wait for this rank to open groups with them.
+            RollCall(default_store(), rank, ()).leave(message, follows=tells_of_a_lost_peer(cause))
         if not isinstance(cause, DistCAError):
             self._earlier(kind, error, trace)
             return

@@ -108,6 +108,25 @@ def test_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert "timeouts.agreement_seconds" in rank_0.output
 
 
+def _end_before_the_groups() -> None:
+    """Rank 1 ends with an error of other code, before it opens any group."""
+    plugin = distca_hf.DistCAPlugin(
+        tokens_per_rank=96, timeouts=distca_hf.Timeouts(agreement_seconds=10 * HANG_SECONDS)
+    )
+    if dist.get_rank() == 1:
+        raise ValueError("the optimizer's file is cut off")
+    plugin.dataloader(random_dataset())
+
+
+def test_rank_that_ended_before_its_groups_is_named_at_once(tmp_path: Path) -> None:
+    rank_0, rank_1 = start_ranks(2, _end_before_the_groups, tmp_path)
+
+    assert [rank_0.exit_code, rank_1.exit_code] == [1, 1]
+    assert "PeerLostError: rank 0 waited" in rank_0.output
+    assert "rank 1 left: ValueError: the optimizer's file is cut off" in rank_0.output
+    assert "A rank whose data takes longer" not in rank_0.output
+
+
 # --- closed
 
 
