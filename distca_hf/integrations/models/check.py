@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.cost import Heads
-from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.errors import UnsupportedAttentionError, and_more
 from distca_hf.integrations.models.decoder_layers import empty_windows, heads_of_layers, makes_masks, masks_of_layers
 from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.structure import (
@@ -227,11 +227,10 @@ def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]
     dropped = {name: dropout for name, module in layers.items() if (dropout := _dropout(module)) > 0}
     if dropped:
         name, dropout = next(iter(dropped.items()))
-        more = len(dropped) - 1
-        yield f"attention dropout {dropout} is not computed; set it to 0 ({name} and {more} more layers)"
+        yield f"attention dropout {dropout} is not computed; set it to 0: {name}{and_more(len(dropped) - 1)}"
     others = [name for name, module in layers.items() if getattr(module, "is_causal", True) is False]
     if others:
-        yield f"attention is not causal (is_causal=False) ({others[0]} and {len(others) - 1} more layers)"
+        yield f"attention is not causal (is_causal=False): {others[0]}{and_more(len(others) - 1)}"
     # Layers left out at random: each rank leaves out different ones, and their exchanges would not match.
     for name in ("layerdrop", "decoder_layerdrop", "layer_dropout"):
         share = getattr(config, name, None)
@@ -338,5 +337,5 @@ def _kernel(
         try:
             choose_kernel(kernel, need.operands(device.type, capability, text_decoder(model).dtype), need.spec)
         except UnsupportedAttentionError as error:
-            yield f"{layers[0]} and {len(layers) - 1} more layers: {error}"
+            yield f"{layers[0]}{and_more(len(layers) - 1)}: {error}"
             return

@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     "BERT as encoder": (BertConfig(is_decoder=False, **BERT), ["is_causal=False", "bert.encoder.layer.0"]),
     "GPT-2 with cross-attention": (
         GPT2Config(add_cross_attention=True, **GPT2),
-        ["is_causal=False", "transformer.h.0.crossattention"],
+        ["(is_causal=False): transformer.h.0.crossattention (and 1 more like it)"],
     ),
     "ALiBi": (LlamaConfig(alibi=True, **GROUPED), ["alibi=True"]),
     "Llama with dropout": (
