@@ -233,7 +233,7 @@ def document_mask(
     if asking is not None:
         check_callers(OURS, asking, is_causal)
     name = getattr(mask_function, "__name__", "causal_mask_function")
-    refusal = _refusal(is_causal, is_combined=use_vmap or name not in CAUSAL_MASKS, attention_mask=attention_mask)
+    refusal = _refusal(is_causal, _is_combined(name, use_vmap, asking), attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
         attention_mask = None
     if attention_mask is not None and q_length == kv_length == 1 and isinstance(q_offset, int) and not q_offset:
@@ -266,6 +266,13 @@ def document_mask(
         chunked=local_size is not None and is_chunk,
         refusal=refusal,
     )
+
+
+def _is_combined(name: str, use_vmap: bool, asking: FrameType | None) -> bool:
+    """Returns whether a mask is combined with another one that shows more. Around blocks of images, packed documents
+    hide the name of the function. Blocks of text are empty (Molmo2). Waits for the device if it gets blocks."""
+    blocks = None if asking is None else asking.f_locals.get("block_sequence_ids")
+    return use_vmap or (name not in CAUSAL_MASKS if blocks is None else bool((blocks >= 0).any()))
 
 
 def _refusal(is_causal: bool, is_combined: bool, attention_mask: torch.Tensor | None) -> str | None:

@@ -117,6 +117,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
     "modernbert-decoder": {"local_attention": 2 * WINDOW_TOKENS},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "paddleocr_vl_text": SECTIONS,
     "qwen2_5_omni_text": SECTIONS,
     "qwen2_5_vl_text": SECTIONS,

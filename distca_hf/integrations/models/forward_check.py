@@ -25,6 +25,7 @@ from distca_hf.integrations.models.decoder_layers import layer_masks_of, masks_o
 from distca_hf.integrations.models.head_tiles import tiled_attention
 from distca_hf.integrations.models.structure import (
     IMPLEMENTATION,
+    asks_for_kinds,
     attention_layers,
     attention_of,
     embedding_holder,
@@ -71,6 +72,7 @@ class ForwardCheck:
     Attributes:
         layers: its attention layers by name, in the order of their numbers.
         towers: parts of a multimodal model outside its text part, by name.
+        drops_kinds: whether kinds of tokens that say that all are text are taken out of batches.
         tiles: tiles of heads of every layer that has several; each makes an attention call.
         call_masks: masks of each layer's attention calls in a pass that runs it once.
         num_calls: attention calls of every pass; None before the first one.
@@ -83,6 +85,7 @@ class ForwardCheck:
         self.layers = attention_layers(inner)
         self._attention_configs = text_configs(inner)
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
+        self.drops_kinds = bool(self.towers) and not asks_for_kinds(inner)
         self.masks = masks_of_layers(inner)
         self.tiles = tiled_attention(inner, config.attention_kv_heads) if config.attention_kv_heads else {}
         self.call_masks = {layer: [self.masks[name]] * self.tiles.get(layer, 1) for name, layer in self.layers.items()}

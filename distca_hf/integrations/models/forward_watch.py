@@ -181,7 +181,7 @@ class ForwardWatch:
         self.towers.end()
         self.loss.begin(None)
         self._counted.begin({}, None, trains=False)
-        batch = dict(without_kinds_of_text(given)) if self._check.towers else given
+        batch = dict(without_kinds_of_text(given)) if self._check.drops_kinds else given
         batch = completed(batch, self._class_name)
         plan, args = batch.get("distca_plan"), args[len(self._names) :]
         is_given, trains = plan is None, module.training and torch.is_grad_enabled()

@@ -331,6 +331,11 @@ def give_own_attention(model: PreTrainedModel) -> None:
             log.info("%s: %s attends with %s, on each rank separately", type(model).__name__, name, own)
 
 
+def asks_for_kinds(model: PreTrainedModel) -> bool:
+    """Returns whether a model in training refuses a batch without kinds of tokens (Molmo2)."""
+    return any(forward_names(part, "self.training and mm_token_type_ids is None") for part in model.modules())
+
+
 def without_kinds_of_text(batch: Batch) -> Batch:
     """Returns a batch without kinds of tokens if these say that all are text: a model would make a mask for images
     from them. Keeps them next to grids of images, because a model asks for both. Returns the batch itself if it has no

@@ -18,7 +18,7 @@ from distca_hf.integrations.models.tower_borders import UNKNOWN, TowerBorders
 from distca_hf.integrations.trainer.attachment import restorer
 from support.log_lines import KeptLines
 from support.multimodal import IMAGE_TOKEN, document, multimodal_model
-from support.versions import images_may_move, tells_decoder
+from support.versions import classes_of_today, images_may_move, tells_decoder
 
 
 def enabled(model: PreTrainedModel) -> PreTrainedModel:
@@ -136,6 +136,22 @@ def test_kinds_of_tokens_are_text_or_refused(trains: bool) -> None:
     kinds[:, 3:6] = 1
     with pytest.raises(UnsupportedAttentionError, match="combines its causal mask with another one"):
         logits(model, token_type_ids=kinds)
+
+
+@classes_of_today
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_that_asks_for_kinds_gets_them(packed: bool) -> None:
+    """Molmo2 asks for kinds in training, also of text; tokens of its images see each other, also in a pack."""
+    model, plain = (multimodal_model("molmo2", name) for name in ("distca", "sdpa"))
+    enabled(model)
+    batch = document(0, 24) | {"use_cache": False}
+    if packed:
+        batch["position_ids"] = torch.arange(12).repeat(1, 2)
+
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-4)
+    batch["mm_token_type_ids"][:, 3:6] = 1
+    with pytest.raises(UnsupportedAttentionError, match="combines its causal mask with another one"):
+        model(**batch)
 
 
 @pytest.mark.parametrize("images", [0, 1])
