@@ -32,6 +32,8 @@ NORM_BYTES, LIGER_NORM_BYTES = 8, 4
 MLP_BYTES, LIGER_MLP_BYTES = 6 * HALF_BYTES, 4 * HALF_BYTES
 # Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
 MLP_MATRICES = 3
+# Forward operations of one token and weight: a multiplication and an addition.
+FLOPS_OF_WEIGHT = 2
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca_hf.analysis.decoder_size import state_size_of
+from distca_hf.analysis.decoder_size import FLOPS_OF_WEIGHT, state_size_of
 from distca_hf.analysis.models import (
     CONFIG_FILE,
     DEFAULT_MODEL,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 ANY_DOCUMENT_TOKENS = 128
 # The GPU whose kernels a model is judged by: the one of the shipped times.
 GPU = "h200"
-# Forward operations of one token and weight: a multiplication and an addition.
-FLOPS_OF_WEIGHT = 2
 
 
 def find_model(name: str | None, tries: bool = True) -> ModelShape:

@@ -27,6 +27,7 @@ from distca_hf.analysis.report.figures import MemoryBar, OfRanks, Report, Second
 from distca_hf.analysis.report.straggler import balance_in_words, most_telling
 from distca_hf.analysis.simulate.costs import Costs, Tiles
 from distca_hf.analysis.tables import PART_NAMES
+from distca_hf.analysis.training_setup import GIB
 from distca_hf.cost import CAUSAL_MASK, Heads, Mask
 from distca_hf.errors import first_line
 from distca_hf.traces import HeadSizes, ModelSizes, RankTrace
@@ -274,7 +275,7 @@ def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
                 [
                     [
                         choice["tokens_per_rank"],
-                        None if choice["memory_bytes"] is None else choice["memory_bytes"] / 2**30,
+                        None if choice["memory_bytes"] is None else choice["memory_bytes"] / GIB,
                         choice["over_plain"],
                         choice["longest_document_tokens"],
                         choice["too_long_documents"],
@@ -290,7 +291,7 @@ def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
                 "Ways to train, simulated",
                 ["way", "x plain", "GiB", "MB of the largest rank in a layer"],
                 [
-                    [way["label"], way["times_as_fast"], way["memory_bytes"] / 2**30, max(sizes) / 1e6]
+                    [way["label"], way["times_as_fast"], way["memory_bytes"] / GIB, max(sizes) / 1e6]
                     for way in content["estimates"]["ways"]
                     for sizes in [(way["received_bytes"], way.get("state_bytes", 0))]
                 ],
@@ -344,7 +345,7 @@ def table_of_ways(world: str, ways: Sequence[Mapping[str, Any]], note: str) -> T
                 float(way["step_seconds"]),
                 float(way["tokens_per_second"]),
                 None if way["utilisation"] is None else float(way["utilisation"]),
-                float(way["memory_bytes"]) / 2**30,
+                float(way["memory_bytes"]) / GIB,
                 "yes" if way["fits"] else "no",
                 float(way["gpu_hours"]),
                 float(way["times_as_fast"]),

@@ -259,7 +259,7 @@ def fitted(report: Report) -> Report:
 
     The step that is shown first stays, with its timeline.
     """
-    per_step = max((2 * len(step.work) + 4 * len(step.sent) + 20 * len(step.work) for step in report.steps), default=1)
+    per_step = max((22 * len(step.work) + 4 * len(step.sent) for step in report.steps), default=1)
     count = max(1, min(len(report.steps), MOST_STEPS, MOST_NUMBERS // max(1, per_step)))
     chosen, begin_with = _spread_with(report.begin_with, len(report.steps), count)
     steps = [report.steps[at] for at in chosen]
@@ -285,7 +285,7 @@ def fitted(report: Report) -> Report:
 
 def _spread_with(wanted: int, total: int, count: int) -> tuple[list[int], int]:
     """Returns `count` numbers below `total`, spread evenly except for `wanted`, and the place of `wanted`."""
-    chosen = list(spread(total, count))
+    chosen = spread(total, count)
     if not chosen:
         return chosen, 0
     place = min(range(len(chosen)), key=lambda at: abs(chosen[at] - wanted))

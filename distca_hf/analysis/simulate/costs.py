@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca_hf.analysis.decoder_size import HALF_BYTES
+from distca_hf.analysis.decoder_size import FLOPS_OF_WEIGHT, HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes
 from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes, prefix_surface, square_curve
@@ -70,10 +70,6 @@ class Tiles:
         pairs, waits = np.concatenate([inside, outside]), np.concatenate([remote, np.ones(len(prefix), dtype=bool)])
         rank, queries, one_group = (np.concatenate([x, x[prefix]]) for x in (rank, queries, one_group))
         return cls(mask, rank, queries, keys, pairs, one_group, waits)
-
-
-# Forward operations of one token and weight.
-FLOPS_OF_WEIGHT = 2
 
 
 @dataclass(frozen=True)
