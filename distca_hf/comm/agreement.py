@@ -80,8 +80,9 @@ REMEDIES = {
         "rank leaves out (an outlier, NaN) must be left out on all of them"
     ),
     Occasion.COMPARE: (
-        "All ranks must start from the same weights and buffers, average gradients over all of them (DDP, FSDP, "
-        "DeepSpeed, or the training loop), and take every optimizer step"
+        "All ranks must start from the same weights and buffers (all files of the same checkpoint if they resume), "
+        "average gradients over all of them (DDP, FSDP, DeepSpeed, or the training loop), and take every optimizer "
+        "step"
     ),
     Occasion.MOVE: (
         "Ranks need equal models, and must give the decoder the same inputs: names, dtypes and widths of tensors with "
@@ -91,7 +92,10 @@ REMEDIES = {
         "Ranks need equal models, settings and versions, and must run the same passes in the same order. Evaluation "
         'that only some ranks run needs evaluate="local"'
     ),
-    Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
+    Occasion.TAKE: (
+        "Ranks need equal data, seeds, models, settings, versions and order of micro-batches, and the same checkpoint "
+        "if they resume"
+    ),
 }
 # Bytes in which a rank that is unable says why.
 CAUSE_BYTES = 400

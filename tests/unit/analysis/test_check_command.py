@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from distca_hf.analysis.memory import estimate_memory
@@ -296,7 +296,9 @@ def refused(*arguments: object, words: str) -> None:
     assert words in result.stderr
 
 
-def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):  # Transformers registers classes of a folder
+        monkeypatch.setattr(known, "_extra_content", {**known._extra_content})
     (tmp_path / "own.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
         "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n\n\n"
