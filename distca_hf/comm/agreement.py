@@ -92,10 +92,7 @@ REMEDIES = {
         "Ranks need equal models, settings and versions, and must run the same passes in the same order. Evaluation "
         'that only some ranks run needs evaluate="local"'
     ),
-    Occasion.TAKE: (
-        "Ranks need equal data, seeds, models, settings, versions and order of micro-batches, and the same checkpoint "
-        "if they resume"
-    ),
+    Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
 }
 # Bytes in which a rank that is unable says why.
 CAUSE_BYTES = 400
