@@ -37,7 +37,7 @@ from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.distributed import heads_divided_by
 from distca_hf.integrations.models.structure import IMPLEMENTATION
 from page_sections import add_classes, introduction, parser_of, write_section
-from sweep import RANDOM_IN_TRAINING, ROUGH, TEXT, tiny_model
+from sweep import IN_DOUBLE, RANDOM_IN_TRAINING, TEXT, dtype_of, tiny_model
 
 
 TENSOR = {"tp_size": 2, "fsdp_size": 2}
@@ -79,7 +79,7 @@ class Outcome:
 
     def group(self) -> tuple[str, ...]:
         """Returns what classes in one row of the table have in common: all but the sizes of small differences."""
-        return *(NUMBER.sub("#", cell) for cell in self.cells()), str(self.model_type in ROUGH)
+        return *(NUMBER.sub("#", cell) for cell in self.cells()), str(self.model_type in IN_DOUBLE)
 
 
 def row(outcomes: Sequence[Outcome]) -> str:
@@ -161,12 +161,11 @@ def _step_on_rank(config_class: type[PreTrainedConfig], sizes: dict[str, int], f
         return None
     alone = _load(config_class, folder, _plain(config_class, folder))
     expected = Step(loss_alone(alone), _whole_gradients(alone))
-    allowed = sweep.ROUGH_DIFFERENCE if config_class.model_type in ROUGH else sweep.LARGEST_DIFFERENCE
     difference, upstream = found.difference(expected), without.difference(expected)
     by_heads = heads_divided_by(model) > 1
-    if difference <= allowed:
+    if difference <= sweep.LARGEST_DIFFERENCE:
         return Trial(f"{difference:.1e}", by_heads)
-    if not upstream <= allowed:
+    if not upstream <= sweep.LARGEST_DIFFERENCE:
         return Trial(f"Transformers: {upstream:.1e} without distca, {difference:.1e} with it", by_heads)
     return Trial(f"{sweep.WRONG} {difference:.1e}", by_heads, is_wrong=True)
 
@@ -182,7 +181,7 @@ def _plain(config_class: type[PreTrainedConfig], folder: Path) -> str:
 
 def _load(config_class: type[PreTrainedConfig], folder: Path, implementation: str, **arguments: Any) -> Any:
     model = TEXT.auto_class.from_pretrained(
-        folder, attn_implementation=implementation, dtype=torch.float32, **arguments
+        folder, attn_implementation=implementation, dtype=dtype_of(config_class), **arguments
     )
     return model.train(config_class.model_type not in RANDOM_IN_TRAINING)
 

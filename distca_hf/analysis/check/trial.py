@@ -40,20 +40,21 @@ Make = Callable[..., PreTrainedModel]
 @dataclass(frozen=True)
 class TinyModel:
     """A model so small that it trains a step in a fraction of a second. `make`: builds its class: `from_config` of an
-    auto class, or `_from_config`. `trains`: whether it is in training mode."""
+    auto class, or `_from_config`. `trains`: whether it is in training mode. `dtype`: of its weights."""
 
     config: PreTrainedConfig
     make: Make
     trains: bool = True
+    dtype: torch.dtype = torch.float32
 
     def num_parameters(self) -> int:
         with torch.device("meta"):
             return int(self.make(copy.deepcopy(self.config)).num_parameters())
 
     def build(self, implementation: str) -> PreTrainedModel:
-        """Returns the model in fp32. Its weights are random, the same every time, and none stays zero."""
+        """Returns the model. Its weights are random, the same every time, and none stays zero."""
         torch.manual_seed(0)
-        model = self.make(copy.deepcopy(self.config), attn_implementation=implementation).float()
+        model = self.make(copy.deepcopy(self.config), attn_implementation=implementation).to(self.dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
