@@ -27,14 +27,16 @@ STEPS, STEADY = 7, (5, 6, 7)
 LAYERS = 2, 8
 # Calls of Python functions and of C, beyond those of a plain Trainer and those that are made while this rank waits for
 # the others; and in each further layer.
-MOST_CALLS, MOST_IN_A_LAYER = 575, 1
+MOST_CALLS, MOST_IN_A_LAYER = 570, 1
+# Calls while this rank waits.
+MOST_WHILE_WAITING = 70
 
 
 class CallsBeforeKernels(TrainerCallback):
     """Counts calls of each step until its embedding looks tokens up."""
 
     def __init__(self) -> None:
-        self.of_steps = list[int]()
+        self.of_steps, self.while_waiting = list[int](), list[int]()
 
     def on_step_begin(self, *given: Any, **kwargs: Any) -> None:
         for thread in threading.enumerate():  # a plan that is not made yet takes a look at all modules
@@ -42,6 +44,9 @@ class CallsBeforeKernels(TrainerCallback):
                 thread.join()
         self.of_steps.append(0)
         sys.setprofile(self._note)
+
+    def note_wait(self, frame: FrameType, event: str, value: object) -> None:
+        self.while_waiting[-1] += event in ("call", "c_call")
 
     def _note(self, frame: FrameType, event: str, value: object) -> None:
         self.of_steps[-1] += event in ("call", "c_call")
@@ -72,12 +77,13 @@ def calls(folder: Path, num_layers: int, attaches: bool) -> int:
         distca_hf.DistCAPlugin().attach(trainer)
     counted = CallsBeforeKernels()
     trainer.callback_handler.callbacks.insert(0, counted)
-    embedding, run_uncounted = nn.functional.embedding, _Meanwhile.run
+    embedding, run_meanwhile = nn.functional.embedding, _Meanwhile.run
 
     def run(meanwhile: _Meanwhile) -> None:
         note = sys.getprofile()
-        sys.setprofile(None)
-        run_uncounted(meanwhile)
+        counted.while_waiting.append(0)
+        sys.setprofile(counted.note_wait)
+        run_meanwhile(meanwhile)
         sys.setprofile(note)
 
     def look_up(*given: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,6 +101,8 @@ def calls(folder: Path, num_layers: int, attaches: bool) -> int:
         assert watch.planner.latest_moves is not None
         assert watch.planner.latest_moves.crosses
         assert watch.planner.returning is Returning.LOSS
+        waiting = min(counted.while_waiting[step - 1] for step in STEADY)
+        assert 0 < waiting <= MOST_WHILE_WAITING, counted.while_waiting
     return min(counted.of_steps[step - 1] for step in STEADY)
 
 

@@ -140,16 +140,14 @@ class DecoderBorders:
 
     def pack(self, moves: DeviceRowMoves, batch: Batch) -> None:
         """Packs the columns of a batch for `move_in`, while the host waits for other ranks."""
-        if tokens_of(batch).numel() == moves.positions.shape[0]:  # a rank without tokens gets a row of padding
-            self._packed = PackedColumns.of(moves, batch, self._moving(batch))
+        tokens = tokens_of(batch)
+        if tokens.numel() == moves.positions.shape[0]:  # a rank without tokens gets a row of padding
+            self._packed = PackedColumns.of(moves, batch, tokens.shape, self._moving(batch, tokens))
 
-    def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
-        """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
-        Raises the errors of `_columns_of`."""
-        moves, given = plan.planned.rows_to_move, {**batch}
-        if moves is None:
-            return None
-        batch_size, length = tokens_of(given).shape
+    def move_in(self, plan: LivePlan, moves: DeviceRowMoves, batch: Batch) -> dict[str, Any]:
+        """Returns the inputs of this rank's layers. A collective call. Raises the errors of `_columns_of`."""
+        given, tokens = {**batch}, tokens_of(batch)
+        batch_size, length = tokens.shape
         if moves.on_host.crosses:
             self._warn_of_readers()
         rows = PassRows(
@@ -161,7 +159,7 @@ class DecoderBorders:
         )
         self._rows, packed, self._packed = rows, self._packed, None
         if packed is None or self._counted.is_noisy or not packed.are_of(moves, given):
-            packed = PackedColumns.of(moves, given, self._moving(given))
+            packed = PackedColumns.of(moves, given, tokens.shape, self._moving(given, tokens))
         columns = self._columns_of(plan, packed, given, crosses=moves.on_host.crosses)
         moving = packed.with_positions(columns.position_rows)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
@@ -180,7 +178,11 @@ class DecoderBorders:
 
     # Outside of compiled graphs, because the number of tokens differs from batch to batch. Callers that no compiler
     # traces do without, which is quicker.
-    _move_in = hidden_from_dynamo(move_in)
+    @hidden_from_dynamo
+    def _move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
+        """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are."""
+        moves = plan.planned.rows_to_move
+        return None if moves is None else self.move_in(plan, moves, batch)
 
     @hidden_from_dynamo
     def _move_home(self, plan: LivePlan, output: object) -> object:
@@ -191,10 +193,9 @@ class DecoderBorders:
         found = {id(value): value for value in _of_tokens(output, rows.num_placed)}
         return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
 
-    def _moving(self, given: Batch) -> dict[str, torch.Tensor]:
+    def _moving(self, given: Batch, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns entries with a value per token, without positions and features of images; sorted by name, the same
         order on all ranks."""
-        tokens = tokens_of(given)
         moving = {
             name: value
             for name, value in sorted(given.items())

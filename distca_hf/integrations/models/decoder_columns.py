@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.batch_documents import Batch
 from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
 from distca_hf.errors import PlanMismatchError
 from distca_hf.runtime.live_plan import LivePlan
@@ -92,9 +92,13 @@ class PackedColumns(NamedTuple):
     others: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, moves: DeviceRowMoves, batch: Batch, entries: Mapping[str, torch.Tensor]) -> Self:
-        """Packs entries of a batch, `[B, L, ...]`, and its positions; without any, those counted in documents."""
-        position_ids, shape = batch.get("position_ids"), tokens_of(batch).shape
+    def of(cls, moves: DeviceRowMoves, batch: Batch, shape: torch.Size, entries: Mapping[str, torch.Tensor]) -> Self:
+        """Packs entries of a batch, `[B, L, ...]`, and its positions; without any, those counted in documents.
+
+        Args:
+            shape: `(B, L)`.
+        """
+        position_ids = batch.get("position_ids")
         if position_ids is None:
             positions = moves.positions[None]
         else:  # [B, L] or [1, L], or several of these

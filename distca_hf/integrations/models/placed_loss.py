@@ -225,7 +225,8 @@ class PlacedLoss:
 
     def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:
         """Returns placed rows of a batch with their labels; the batch itself if its rows stay. A collective call."""
-        placed = None if plan.planned.rows_to_move is None else borders.move_in(plan, self._moving(batch))
+        moves = plan.planned.rows_to_move
+        placed = None if moves is None else borders.move_in(plan, moves, self._moving(batch))
         self._rows, self._shifted = borders.take_rows(), None
         if placed is None or self._rows is None:
             return batch

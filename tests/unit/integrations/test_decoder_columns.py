@@ -17,7 +17,7 @@ def moves_of_rows() -> DeviceRowMoves:
 
 def packed(moves: DeviceRowMoves, batch: Batch) -> PackedColumns:
     entries = {name: batch[name] for name in ("input_ids", "shift_labels", "weights")}
-    return PackedColumns.of(moves, batch, entries)
+    return PackedColumns.of(moves, batch, batch["input_ids"].shape, entries)
 
 
 def a_batch() -> dict[str, torch.Tensor]:
